@@ -1,0 +1,255 @@
+// How fast each kernel is at a model's shapes, and what share of a training step it takes. Rates
+// are set against what the machine does at the same moment: products against the device's own
+// matrix-product rate, everything else against the bandwidth of a large c = a + b.
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/flags/parse.h"
+#include "absl/flags/usage.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "model/kernels.h"
+#include "runtime/allocator.h"
+#include "runtime/check.h"
+#include "runtime/device.h"
+
+ABSL_FLAG(int, threads, 1, "threads of the rank");
+ABSL_FLAG(int64_t, batch, 1, "sequences per step");
+ABSL_FLAG(int64_t, seq_len, 256, "tokens per sequence");
+ABSL_FLAG(int64_t, layers, 36, "transformer blocks");
+ABSL_FLAG(int64_t, width, 1280, "width of the model");
+ABSL_FLAG(int64_t, heads, 20, "attention heads");
+ABSL_FLAG(int64_t, vocab, 50257, "vocabulary size");
+ABSL_FLAG(int, repeats, 7, "measurements per kernel; the median counts");
+
+namespace dim0 {
+namespace {
+
+// Passes everything on, and keeps the last op's own account of its work.
+class MeteredStream : public Stream {
+ public:
+  explicit MeteredStream(std::unique_ptr<Stream> stream) : stream_(std::move(stream)) {}
+  void Enqueue(OpInfo info, Op op) override {
+    last = info;
+    stream_->Enqueue(std::move(info), std::move(op));
+  }
+  void Wait(const Event& event) override { stream_->Wait(event); }
+  Event Record() override { return stream_->Record(); }
+  absl::Status Synchronize() override { return stream_->Synchronize(); }
+  const std::string& name() const override { return stream_->name(); }
+
+  OpInfo last;
+
+ private:
+  std::unique_ptr<Stream> stream_;
+};
+
+double Median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+class Bench {
+ public:
+  Bench(Device& device, MeteredStream& stream, int repeats)
+      : device_(device), stream_(stream), repeats_(repeats) {}
+
+  // The median time of `op` in seconds, over rounds of at least 20 ms.
+  double Measure(const std::function<void()>& op) {
+    auto run = [&](int64_t count) {
+      const absl::Time start = absl::Now();
+      for (int64_t i = 0; i < count; ++i) op();
+      DIM0_CHECK(stream_.Synchronize().ok());
+      return absl::ToDoubleSeconds(absl::Now() - start) / count;
+    };
+    const double first = run(1);
+    const int64_t count = std::clamp<int64_t>(0.02 / first, 1, 1000);
+    std::vector<double> times;
+    for (int i = 0; i < repeats_; ++i) times.push_back(run(count));
+    return Median(std::move(times));
+  }
+
+  void set_bandwidth_op(std::function<void()> op) { bandwidth_op_ = std::move(op); }
+
+  // Prints one line for a kernel that runs `calls` times a step. `gemm`: bound by matrix products.
+  void Report(const std::string& what, int64_t calls, bool gemm, const std::function<void()>& op) {
+    double yardstick;
+    if (gemm) {
+      yardstick = device_.MeasureMatMulRate(absl::Milliseconds(200));
+      rates_.push_back(yardstick);
+    } else {
+      const double seconds = Measure(bandwidth_op_);
+      yardstick = stream_.last.bytes / seconds;
+    }
+    const double seconds = Measure(op);
+    const double work = gemm ? stream_.last.flops : stream_.last.bytes;
+    lines_.push_back({what, seconds, calls});
+    std::printf("%-34s %9.3f ms  %7.1f %s  %5.2f of %6.1f\n", what.c_str(), 1e3 * seconds,
+                work / seconds / 1e9, gemm ? "GFLOP/s" : "GB/s   ", work / seconds / yardstick,
+                yardstick / 1e9);
+    std::fflush(stdout);
+  }
+
+  // Shares of a step; `model_flops` is the step's count by the usual formula.
+  void Summarise(double model_flops) const {
+    double total = 0;
+    for (const Line& line : lines_) total += line.seconds * line.calls;
+    std::printf("\n%-34s %6s  %9s  %6s\n", "share of forward + backward", "calls", "ms", "share");
+    for (const Line& line : lines_) {
+      std::printf("%-34s %6ld  %9.1f  %5.1f%%\n", line.what.c_str(), static_cast<long>(line.calls),
+                  1e3 * line.seconds * line.calls, 100 * line.seconds * line.calls / total);
+    }
+    const double rate = Median(rates_);
+    std::printf("%-34s %6s  %9.1f\n", "total", "", 1e3 * total);
+    std::printf("\n%.1f GFLOP/s of %.1f: flops_fraction %.3f\n", model_flops / total / 1e9,
+                rate / 1e9, model_flops / total / rate);
+  }
+
+ private:
+  struct Line {
+    std::string what;
+    double seconds;
+    int64_t calls;
+  };
+  Device& device_;
+  MeteredStream& stream_;
+  const int repeats_;
+  std::function<void()> bandwidth_op_;
+  std::vector<Line> lines_;
+  std::vector<double> rates_;
+};
+
+absl::Status Run() {
+  const int64_t batch = absl::GetFlag(FLAGS_batch), seq_len = absl::GetFlag(FLAGS_seq_len);
+  const int64_t layers = absl::GetFlag(FLAGS_layers), width = absl::GetFlag(FLAGS_width);
+  const int64_t heads = absl::GetFlag(FLAGS_heads), vocab = absl::GetFlag(FLAGS_vocab);
+  const int repeats = absl::GetFlag(FLAGS_repeats);
+  if (std::min({batch, seq_len, layers, width, heads, vocab, int64_t{repeats}}) < 1) {
+    return absl::InvalidArgumentError("every size must be at least 1");
+  }
+  if (width % heads != 0) {
+    return absl::InvalidArgumentError("--width must be a multiple of --heads");
+  }
+  const int64_t tokens = batch * seq_len;
+
+  DIM0_ASSIGN_OR_RETURN(std::unique_ptr<Device> device,
+                        CreateDevice(Backend::kCpu, absl::GetFlag(FLAGS_threads)));
+  std::unique_ptr<Kernels> kernels = CreateKernels(*device);
+  MeteredStream stream(device->NewStream("compute"));
+  Allocator allocator(device.get());
+  std::vector<Buffer> buffers;
+  absl::Status failed;
+  // Values that vary, none of them subnormal.
+  auto make = [&](int64_t rows, int64_t cols) {
+    absl::StatusOr<Buffer> buffer =
+        allocator.Allocate(MemoryPurpose::kActivations, rows * cols * sizeof(float));
+    if (!buffer.ok()) {
+      failed = buffer.status();
+      return Tensor{};
+    }
+    buffers.push_back(*std::move(buffer));
+    float* data = buffers.back().f32();
+    for (int64_t i = 0; i < rows * cols; ++i) data[i] = 0.01f * ((i * 7919) % 201 - 100) + 0.003f;
+    return F32(data, rows, cols);
+  };
+  const Tensor x = make(tokens, width), y = make(tokens, width), z = make(tokens, width);
+  const Tensor gain = make(width, 1), bias = make(4 * width, 1), dbias = make(4 * width, 1);
+  const Tensor dgain = make(width, 1);
+  const Tensor mean = make(tokens, 1), rstd = make(tokens, 1);
+  const Tensor qkv = make(tokens, 3 * width), dqkv = make(tokens, 3 * width);
+  const Tensor hidden = make(tokens, 4 * width), dhidden = make(tokens, 4 * width);
+  const Tensor logsumexp = make(batch * heads, seq_len);
+  const Tensor weight = make(4 * width, width), dweight = make(4 * width, width);
+  const Tensor wte = make(vocab, width), dwte = make(vocab, width);
+  const Tensor wpe = make(seq_len, width), dwpe = make(seq_len, width);
+  const Tensor logits = make(tokens, vocab);
+  const Tensor big[3] = {make(1 << 12, 1 << 12), make(1 << 12, 1 << 12), make(1 << 12, 1 << 12)};
+  if (!failed.ok()) return failed;
+  const Tensor bias_width = F32(bias.f32(), width), dbias_width = F32(dbias.f32(), width);
+  std::vector<int32_t> ids(tokens);
+  for (int64_t n = 0; n < tokens; ++n) ids[n] = (n * 7919) % vocab;
+  double loss = 0;
+
+  std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  threads %d\n\n",
+              static_cast<long>(batch), static_cast<long>(seq_len), static_cast<long>(layers),
+              static_cast<long>(width), static_cast<long>(heads), static_cast<long>(vocab),
+              absl::GetFlag(FLAGS_threads));
+  Bench bench(*device, stream, repeats);
+  bench.set_bandwidth_op([&] { kernels->Add(stream, big[0], big[1], big[2]); });
+  constexpr Write kWrite = Write::kOverwrite;
+
+  bench.Report("embedding forward", 1, false,
+               [&] { kernels->EmbeddingForward(stream, ids.data(), seq_len, wte, wpe, x); });
+  bench.Report("embedding backward", 1, false, [&] {
+    kernels->EmbeddingBackward(stream, ids.data(), seq_len, x, dwte, dwpe, kWrite);
+  });
+  bench.Report("layer norm forward", 1, false,
+               [&] { kernels->LayerNormForward(stream, x, gain, bias_width, y, mean, rstd); });
+  bench.Report("add + layer norm forward", 2 * layers, false, [&] {
+    kernels->AddLayerNormForward(stream, x, y, gain, bias_width, z, y, mean, rstd);
+  });
+  bench.Report("layer norm backward", 2 * layers + 1, false, [&] {
+    kernels->LayerNormBackward(stream, y, x, gain, mean, rstd, z, Write::kAccumulate, dgain,
+                               dbias_width, kWrite);
+  });
+  bench.Report("GELU forward", layers, false,
+               [&] { kernels->GeluForward(stream, hidden, dhidden); });
+  bench.Report("GELU backward", layers, false,
+               [&] { kernels->GeluBackward(stream, dhidden, hidden, dhidden); });
+
+  struct Layer {
+    const char* name;
+    Tensor in, out;
+  };
+  for (const auto& [name, in, out] : {Layer{"qkv", x, qkv}, Layer{"attention projection", x, y},
+                                      Layer{"mlp in", x, hidden}, Layer{"mlp out", hidden, x}}) {
+    const Tensor w = F32(weight.f32(), out.cols, in.cols);
+    const Tensor dw = F32(dweight.f32(), out.cols, in.cols);
+    const Tensor b = F32(bias.f32(), out.cols), db = F32(dbias.f32(), out.cols);
+    const Tensor dx = F32((in.cols == width ? z : dhidden).f32(), tokens, in.cols);
+    const std::string linear = std::string("linear ") + name;
+    bench.Report(linear + " forward", layers, true,
+                 [&] { kernels->LinearForward(stream, in, w, b, out); });
+    bench.Report(linear + " backward", layers, true,
+                 [&] { kernels->LinearBackward(stream, out, in, w, dx, dw, db, kWrite); });
+  }
+  bench.Report("head forward", 1, true,
+               [&] { kernels->LinearForward(stream, x, wte, Tensor{}, logits); });
+  bench.Report("head backward", 1, true,
+               [&] { kernels->LinearBackward(stream, logits, x, wte, z, dwte, Tensor{}, kWrite); });
+
+  const AttentionShape shape{batch, seq_len, heads};
+  bench.Report("attention forward", layers, true,
+               [&] { kernels->AttentionForward(stream, shape, qkv, y, logsumexp); });
+  bench.Report("attention backward", layers, true,
+               [&] { kernels->AttentionBackward(stream, shape, x, qkv, y, logsumexp, dqkv); });
+  bench.Report("cross-entropy forward, backward", 1, false, [&] {
+    kernels->CrossEntropyForwardBackward(stream, logits, ids.data(), 1.0f / tokens, &loss);
+  });
+
+  // Parameters: embeddings, and per block four matrices of 12 C^2 in all, biases and norms.
+  const double parameters = 1.0 * (vocab + seq_len) * width + 2.0 * width +
+                            layers * (12.0 * width * width + 13.0 * width);
+  bench.Summarise((6 * parameters + 6.0 * layers * width * seq_len) * tokens);
+  return absl::OkStatus();
+}
+
+}  // namespace
+}  // namespace dim0
+
+int main(int argc, char** argv) {
+  absl::SetProgramUsageMessage(
+      "Times every kernel at the shapes of a model (default: gpt2-large).");
+  absl::ParseCommandLine(argc, argv);
+  const absl::Status status = dim0::Run();
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "bench_kernels: %s\n", std::string(status.message()).c_str());
+  return 1;
+}

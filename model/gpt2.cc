@@ -1,0 +1,327 @@
+#include "model/gpt2.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "nlohmann/json.hpp"
+
+namespace dim0 {
+namespace {
+
+// Positions of parameters in their unit, as Gpt2Units lists them.
+enum RootParameter { kWte, kWpe, kFinalGain, kFinalBias };
+enum BlockParameter {
+  kNorm1Gain,
+  kNorm1Bias,
+  kQkvWeight,
+  kQkvBias,
+  kProjectionWeight,
+  kProjectionBias,
+  kNorm2Gain,
+  kNorm2Bias,
+  kUpWeight,
+  kUpBias,
+  kDownWeight,
+  kDownBias,
+};
+
+constexpr Init kZero{Init::Kind::kZero};
+constexpr Init kOne{Init::Kind::kOne};
+
+Init Normal(double stddev) { return {Init::Kind::kNormal, static_cast<float>(stddev)}; }
+
+int64_t CountParameters(absl::Span<const UnitSpec> units) {
+  int64_t count = 0;
+  for (const UnitSpec& unit : units) {
+    for (const ParameterSpec& spec : unit.parameters) count += spec.size();
+  }
+  return count;
+}
+
+}  // namespace
+
+absl::Status Gpt2Config::Validate() const {
+  const std::pair<const char*, int64_t> counts[] = {{"layers", layers},
+                                                    {"width", width},
+                                                    {"heads", heads},
+                                                    {"vocab", vocab},
+                                                    {"positions", positions}};
+  for (const auto& [name, value] : counts) {
+    if (value < 1 || value > int64_t{1} << 30) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", name, "=", value, " is not a size; it must be 1 or more"));
+    }
+  }
+  if (width % heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--width=", width, " is not divisible by --heads=", heads, "; change one of them"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Gpt2Config> Gpt2Preset(absl::string_view name) {
+  if (name == "gpt2") return Gpt2Config{.layers = 12, .width = 768, .heads = 12};
+  if (name == "gpt2-medium") return Gpt2Config{.layers = 24, .width = 1024, .heads = 16};
+  if (name == "gpt2-large") return Gpt2Config{.layers = 36, .width = 1280, .heads = 20};
+  if (name == "gpt2-xl") return Gpt2Config{.layers = 48, .width = 1600, .heads = 25};
+  return absl::NotFoundError(absl::StrCat("--model=", name,
+                                          " is unknown; choose gpt2, gpt2-medium, gpt2-large or "
+                                          "gpt2-xl, and change its shape with --layers, --width, "
+                                          "--heads and --vocab"));
+}
+
+std::vector<UnitSpec> Gpt2Units(const Gpt2Config& config) {
+  using Role = ParameterRole;
+  const int64_t c = config.width;
+  const Init weight = Normal(0.02);
+  const Init into_residual = Normal(0.02 / std::sqrt(2.0 * config.layers));
+
+  std::vector<UnitSpec> units;
+  units.push_back({"root",
+                   {{"wte.weight", config.vocab, c, Role::kEmbedding, weight},
+                    {"wpe.weight", config.positions, c, Role::kEmbedding, weight},
+                    {"ln_f.weight", c, 1, Role::kVector, kOne},
+                    {"ln_f.bias", c, 1, Role::kVector, kZero}}});
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    const std::string h = absl::StrCat("h.", layer);
+    units.push_back({h,
+                     {{h + ".ln_1.weight", c, 1, Role::kVector, kOne},
+                      {h + ".ln_1.bias", c, 1, Role::kVector, kZero},
+                      {h + ".attn.c_attn.weight", 3 * c, c, Role::kMatrix, weight},
+                      {h + ".attn.c_attn.bias", 3 * c, 1, Role::kVector, kZero},
+                      {h + ".attn.c_proj.weight", c, c, Role::kMatrix, into_residual},
+                      {h + ".attn.c_proj.bias", c, 1, Role::kVector, kZero},
+                      {h + ".ln_2.weight", c, 1, Role::kVector, kOne},
+                      {h + ".ln_2.bias", c, 1, Role::kVector, kZero},
+                      {h + ".mlp.c_fc.weight", 4 * c, c, Role::kMatrix, weight},
+                      {h + ".mlp.c_fc.bias", 4 * c, 1, Role::kVector, kZero},
+                      {h + ".mlp.c_proj.weight", c, 4 * c, Role::kMatrix, into_residual},
+                      {h + ".mlp.c_proj.bias", c, 1, Role::kVector, kZero}}});
+  }
+  return units;
+}
+
+std::string Gpt2ConfigJson(const Gpt2Config& config) {
+  const nlohmann::ordered_json json = {{"model_type", "gpt2"},
+                                       {"architectures", {"GPT2LMHeadModel"}},
+                                       {"n_layer", config.layers},
+                                       {"n_embd", config.width},
+                                       {"n_head", config.heads},
+                                       {"vocab_size", config.vocab},
+                                       {"n_positions", config.positions},
+                                       {"activation_function", "gelu_new"},
+                                       {"layer_norm_epsilon", 1e-5},
+                                       {"tie_word_embeddings", true}};
+  return json.dump(2) + "\n";
+}
+
+absl::StatusOr<Gpt2Config> ParseGpt2ConfigJson(absl::string_view text) {
+  const auto json = nlohmann::json::parse(text.begin(), text.end(), nullptr,
+                                          /*allow_exceptions=*/false);
+  if (!json.is_object()) return absl::InvalidArgumentError("is not a JSON object");
+  Gpt2Config config;
+  const std::pair<const char*, int64_t*> fields[] = {{"n_layer", &config.layers},
+                                                     {"n_embd", &config.width},
+                                                     {"n_head", &config.heads},
+                                                     {"vocab_size", &config.vocab},
+                                                     {"n_positions", &config.positions}};
+  for (const auto& [name, value] : fields) {
+    const auto field = json.find(name);
+    if (field == json.end() || !field->is_number_integer()) {
+      return absl::InvalidArgumentError(absl::StrCat("has no whole number ", name));
+    }
+    *value = field->get<int64_t>();
+  }
+  DIM0_RETURN_IF_ERROR(config.Validate());
+  return config;
+}
+
+Gpt2::Gpt2(const Gpt2Config& config, bool recompute, Device& device)
+    : config_(config),
+      recompute_(recompute),
+      device_(device),
+      kernels_(CreateKernels(device)),
+      units_(Gpt2Units(config)) {
+  DIM0_CHECK(config.Validate().ok());
+  stages_.push_back({"embedding", 0});
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    stages_.push_back({units_[layer + 1].name, static_cast<int>(layer) + 1});
+  }
+  stages_.push_back({"head", 0});
+}
+
+double Gpt2::FlopsPerToken(int64_t seq_len) const {
+  return 6.0 * CountParameters(units_) + 6.0 * config_.layers * config_.width * seq_len;
+}
+
+absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq_len,
+                            bool training) {
+  const int64_t n = sequences * seq_len;
+  const int64_t c = config_.width;
+  absl::Status status;
+  const auto allocate = [&](int64_t floats) {
+    absl::StatusOr<Buffer> buffer =
+        allocator.Allocate(MemoryPurpose::kActivations, floats * sizeof(float));
+    if (buffer.ok()) return *std::move(buffer);
+    if (status.ok()) status = buffer.status();
+    return Buffer();
+  };
+  static_assert(sizeof(int32_t) == sizeof(float));
+  token_ids_ = allocate(n);
+  targets_ = allocate(n);
+  // Without a backward to come, two residual buffers take turns and blocks share their activations.
+  residual_.resize(training ? config_.layers + 1 : 2);
+  for (Buffer& buffer : residual_) buffer = allocate(n * c);
+  blocks_.resize(training && !recompute_ ? config_.layers : 1);
+  for (BlockActivations& block : blocks_) {
+    block.norm1 = allocate(n * c);
+    block.mean1 = allocate(n);
+    block.rstd1 = allocate(n);
+    block.qkv = allocate(n * 3 * c);
+    block.attention = allocate(n * c);
+    block.logsumexp = allocate(n * config_.heads);
+    block.middle = allocate(n * c);
+    block.norm2 = allocate(n * c);
+    block.mean2 = allocate(n);
+    block.rstd2 = allocate(n);
+    block.up = allocate(n * 4 * c);
+    block.gelu = allocate(n * 4 * c);
+  }
+  final_norm_ = allocate(n * c);
+  final_mean_ = allocate(n);
+  final_rstd_ = allocate(n);
+  logits_ = allocate(n * config_.vocab);
+  branch_ = allocate(n * c);
+  if (training) {
+    d_residual_ = allocate(n * c);
+    d_narrow_ = allocate(n * c);
+    d_wide_ = allocate(n * 4 * c);
+  }
+  return status;
+}
+
+Tensor Gpt2::View(const Buffer& buffer, int64_t cols) const {
+  DIM0_CHECK(buffer.bytes() >= tokens() * cols * static_cast<int64_t>(sizeof(float)));
+  return F32(buffer.f32(), tokens(), cols);
+}
+
+void Gpt2::Begin(Stream& stream, const Batch& batch, float gradient_scale) {
+  batch_size_ = batch.sequences;
+  seq_len_ = batch.seq_len;
+  gradient_scale_ = gradient_scale;
+  const int64_t bytes = tokens() * sizeof(int32_t);
+  device_.CopyFromHost(stream, token_ids_.data(), batch.tokens, bytes);
+  device_.CopyFromHost(stream, targets_.data(), batch.targets, bytes);
+}
+
+void Gpt2::Forward(int stage, absl::Span<const Tensor> parameters, bool training, double* loss_sum,
+                   Stream& stream) {
+  const int64_t c = config_.width;
+  if (stage == 0) {
+    kernels_->EmbeddingForward(stream, static_cast<const int32_t*>(token_ids_.data()), seq_len_,
+                               parameters[kWte], parameters[kWpe], View(residual(0), c));
+    return;
+  }
+  if (stage <= config_.layers) {
+    BlockForward(stage - 1, parameters, /*with_output=*/true, stream);
+    return;
+  }
+  const Tensor norm = View(final_norm_, c);
+  const Tensor logits = View(logits_, config_.vocab);
+  const auto* targets = static_cast<const int32_t*>(targets_.data());
+  kernels_->LayerNormForward(stream, View(residual(config_.layers), c), parameters[kFinalGain],
+                             parameters[kFinalBias], norm, View(final_mean_, 1),
+                             View(final_rstd_, 1));
+  kernels_->LinearForward(stream, norm, parameters[kWte], Tensor(), logits);
+  if (training) {
+    kernels_->CrossEntropyForwardBackward(stream, logits, targets, gradient_scale_, loss_sum);
+  } else {
+    kernels_->CrossEntropyForward(stream, logits, targets, loss_sum);
+  }
+}
+
+void Gpt2::BlockForward(int64_t layer, absl::Span<const Tensor> p, bool with_output,
+                        Stream& stream) {
+  const int64_t c = config_.width;
+  BlockActivations& a = activations(layer);
+  const Tensor input = View(residual(layer), c);
+  const Tensor branch = View(branch_, c);
+  const Tensor middle = View(a.middle, c);
+
+  const Tensor norm1 = View(a.norm1, c);
+  kernels_->LayerNormForward(stream, input, p[kNorm1Gain], p[kNorm1Bias], norm1, View(a.mean1, 1),
+                             View(a.rstd1, 1));
+  kernels_->LinearForward(stream, norm1, p[kQkvWeight], p[kQkvBias], View(a.qkv, 3 * c));
+  const Tensor logsumexp = F32(a.logsumexp.f32(), batch_size_ * config_.heads, seq_len_);
+  kernels_->AttentionForward(stream, attention_shape(), View(a.qkv, 3 * c), View(a.attention, c),
+                             logsumexp);
+  kernels_->LinearForward(stream, View(a.attention, c), p[kProjectionWeight], p[kProjectionBias],
+                          branch);
+
+  const Tensor norm2 = View(a.norm2, c);
+  kernels_->AddLayerNormForward(stream, input, branch, p[kNorm2Gain], p[kNorm2Bias], middle, norm2,
+                                View(a.mean2, 1), View(a.rstd2, 1));
+  kernels_->LinearForward(stream, norm2, p[kUpWeight], p[kUpBias], View(a.up, 4 * c));
+  kernels_->GeluForward(stream, View(a.up, 4 * c), View(a.gelu, 4 * c));
+  if (!with_output) return;
+  kernels_->LinearForward(stream, View(a.gelu, 4 * c), p[kDownWeight], p[kDownBias], branch);
+  kernels_->Add(stream, middle, branch, View(residual(layer + 1), c));
+}
+
+void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
+                    absl::Span<const Tensor> gradients, bool accumulate, Stream& stream) {
+  const int64_t c = config_.width;
+  const Write write = accumulate ? Write::kAccumulate : Write::kOverwrite;
+  if (stage == 0) {
+    // The head has written the token table's gradient already.
+    kernels_->EmbeddingBackward(stream, static_cast<const int32_t*>(token_ids_.data()), seq_len_,
+                                View(d_residual_, c), gradients[kWte], gradients[kWpe], write);
+    return;
+  }
+  if (stage <= config_.layers) {
+    if (recompute_) BlockForward(stage - 1, parameters, /*with_output=*/false, stream);
+    BlockBackward(stage - 1, parameters, gradients, write, stream);
+    return;
+  }
+  kernels_->LinearBackward(stream, View(logits_, config_.vocab), View(final_norm_, c),
+                           parameters[kWte], View(d_narrow_, c), gradients[kWte], Tensor(), write);
+  kernels_->LayerNormBackward(stream, View(d_narrow_, c), View(residual(config_.layers), c),
+                              parameters[kFinalGain], View(final_mean_, 1), View(final_rstd_, 1),
+                              View(d_residual_, c), Write::kOverwrite, gradients[kFinalGain],
+                              gradients[kFinalBias], write);
+}
+
+void Gpt2::BlockBackward(int64_t layer, absl::Span<const Tensor> p, absl::Span<const Tensor> g,
+                         Write write, Stream& stream) {
+  const int64_t c = config_.width;
+  BlockActivations& a = activations(layer);
+  // The residual stream's gradient passes both branches by and collects what comes through them.
+  const Tensor d_residual = View(d_residual_, c);
+  const Tensor d_narrow = View(d_narrow_, c);
+  const Tensor d_wide = View(d_wide_, 4 * c);
+
+  kernels_->LinearBackward(stream, d_residual, View(a.gelu, 4 * c), p[kDownWeight], d_wide,
+                           g[kDownWeight], g[kDownBias], write);
+  kernels_->GeluBackward(stream, d_wide, View(a.up, 4 * c), d_wide);
+  kernels_->LinearBackward(stream, d_wide, View(a.norm2, c), p[kUpWeight], d_narrow, g[kUpWeight],
+                           g[kUpBias], write);
+  kernels_->LayerNormBackward(stream, d_narrow, View(a.middle, c), p[kNorm2Gain], View(a.mean2, 1),
+                              View(a.rstd2, 1), d_residual, Write::kAccumulate, g[kNorm2Gain],
+                              g[kNorm2Bias], write);
+
+  const Tensor d_qkv = View(d_wide_, 3 * c);
+  const Tensor logsumexp = F32(a.logsumexp.f32(), batch_size_ * config_.heads, seq_len_);
+  kernels_->LinearBackward(stream, d_residual, View(a.attention, c), p[kProjectionWeight], d_narrow,
+                           g[kProjectionWeight], g[kProjectionBias], write);
+  kernels_->AttentionBackward(stream, attention_shape(), d_narrow, View(a.qkv, 3 * c),
+                              View(a.attention, c), logsumexp, d_qkv);
+  kernels_->LinearBackward(stream, d_qkv, View(a.norm1, c), p[kQkvWeight], d_narrow, g[kQkvWeight],
+                           g[kQkvBias], write);
+  kernels_->LayerNormBackward(stream, d_narrow, View(residual(layer), c), p[kNorm1Gain],
+                              View(a.mean1, 1), View(a.rstd1, 1), d_residual, Write::kAccumulate,
+                              g[kNorm1Gain], g[kNorm1Bias], write);
+}
+
+}  // namespace dim0

@@ -1,0 +1,170 @@
+#include "model/gpt2_decoder.h"
+
+#include <algorithm>
+
+#include "absl/memory/memory.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "runtime/file.h"
+#include "runtime/safetensors.h"
+
+namespace dim0 {
+
+Gpt2Decoder::Gpt2Decoder(const Gpt2Config& config, Device& device)
+    : config_(config),
+      device_(device),
+      allocator_(&device),
+      kernels_(CreateKernels(device)),
+      units_(Gpt2Units(config)),
+      stream_(device.NewStream("decode")) {}
+
+absl::StatusOr<std::unique_ptr<Gpt2Decoder>> Gpt2Decoder::Load(const std::string& folder,
+                                                               Device& device) {
+  const std::string config_path = folder + "/config.json";
+  DIM0_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(config_path));
+  const absl::StatusOr<Gpt2Config> config = ParseGpt2ConfigJson(file.contents());
+  if (!config.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat(config_path, " ", config.status().message()));
+  }
+  auto decoder = absl::WrapUnique(new Gpt2Decoder(*config, device));
+  DIM0_RETURN_IF_ERROR(decoder->Allocate());
+  DIM0_RETURN_IF_ERROR(decoder->LoadWeights(folder + "/model.safetensors"));
+  return decoder;
+}
+
+absl::Status Gpt2Decoder::Allocate() {
+  int64_t floats = 0;
+  for (const UnitSpec& unit : units_) {
+    for (const ParameterSpec& spec : unit.parameters) floats += spec.size();
+  }
+  DIM0_ASSIGN_OR_RETURN(weights_,
+                        allocator_.Allocate(MemoryPurpose::kParameters, floats * sizeof(float)));
+  float* next = weights_.f32();
+  for (const UnitSpec& unit : units_) {
+    parameters_.emplace_back();
+    for (const ParameterSpec& spec : unit.parameters) {
+      parameters_.back().push_back(F32(next, spec.rows, spec.cols));
+      next += spec.size();
+    }
+  }
+
+  const int64_t c = config_.width;
+  DIM0_ASSIGN_OR_RETURN(
+      cache_, allocator_.Allocate(MemoryPurpose::kActivations,
+                                  config_.layers * 2 * config_.positions * c * sizeof(float)));
+  DIM0_ASSIGN_OR_RETURN(token_id_,
+                        allocator_.Allocate(MemoryPurpose::kActivations, sizeof(int32_t)));
+  DIM0_ASSIGN_OR_RETURN(
+      scratch_, allocator_.Allocate(MemoryPurpose::kActivations,
+                                    (4 * c + 3 * c + 4 * c + 2 + config_.vocab) * sizeof(float)));
+  next = scratch_.f32();
+  const auto take = [&](int64_t cols) {
+    const Tensor row = F32(next, 1, cols);
+    next += cols;
+    return row;
+  };
+  residual_ = take(c);
+  norm_ = take(c);
+  attention_ = take(c);
+  branch_ = take(c);
+  qkv_ = take(3 * c);
+  wide_ = take(4 * c);
+  mean_ = take(1);
+  rstd_ = take(1);
+  logits_ = take(config_.vocab);
+  host_logits_.resize(config_.vocab);
+  return absl::OkStatus();
+}
+
+absl::Status Gpt2Decoder::LoadWeights(const std::string& path) {
+  DIM0_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
+  std::vector<float> stored, ours;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
+      const ParameterSpec& spec = units_[u].parameters[i];
+      const SafetensorsFile::Tensor* tensor = file.Find(spec.name);
+      if (tensor == nullptr) tensor = file.Find("transformer." + spec.name);
+      if (tensor == nullptr) {
+        return absl::NotFoundError(
+            absl::StrCat(path, " has no tensor ", spec.name, "; is it this config.json's model?"));
+      }
+      const bool transposed = Gpt2StoredTransposed(spec);
+      std::vector<int64_t> shape = {spec.rows, spec.cols};
+      if (spec.role == ParameterRole::kVector) shape = {spec.rows};
+      if (transposed) shape = {spec.cols, spec.rows};
+      if (tensor->shape != shape) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(path, ": tensor ", spec.name, " is [", absl::StrJoin(tensor->shape, ", "),
+                         "]; config.json asks for [", absl::StrJoin(shape, ", "), "]"));
+      }
+      stored.resize(spec.size());
+      DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensor, 0, absl::MakeSpan(stored)));
+      if (transposed) {
+        ours.resize(spec.size());
+        for (int64_t row = 0; row < spec.rows; ++row) {
+          for (int64_t col = 0; col < spec.cols; ++col) {
+            ours[row * spec.cols + col] = stored[col * spec.rows + row];
+          }
+        }
+        stored.swap(ours);
+      }
+      device_.CopyFromHost(*stream_, parameters_[u][i].data, stored.data(),
+                           spec.size() * sizeof(float));
+      DIM0_RETURN_IF_ERROR(stream_->Synchronize());
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<absl::Span<const float>> Gpt2Decoder::Next(int32_t token) {
+  if (token < 0 || token >= config_.vocab) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("token ", token, " is outside the vocabulary of ", config_.vocab));
+  }
+  if (static_cast<int64_t>(context_.size()) == config_.positions) {
+    const std::vector<int32_t> kept(context_.end() - config_.positions / 2, context_.end());
+    context_.clear();
+    for (const int32_t old : kept) DIM0_RETURN_IF_ERROR(Feed(old));
+  }
+  DIM0_RETURN_IF_ERROR(Feed(token));
+  return absl::Span<const float>(host_logits_);
+}
+
+absl::Status Gpt2Decoder::Feed(int32_t token) {
+  const int64_t position = context_.size();
+  context_.push_back(token);
+  next_token_ = token;
+  device_.CopyFromHost(*stream_, token_id_.data(), &next_token_, sizeof(int32_t));
+
+  // In the order of Gpt2Units: wte, wpe, final gain and bias; per block gain and bias of a norm,
+  // then weight and bias of two linear maps, twice.
+  const std::vector<Tensor>& root = parameters_[0];
+  Tensor position_row = root[1];
+  position_row.data = root[1].f32() + position * config_.width;
+  position_row.rows = 1;
+  kernels_->EmbeddingForward(*stream_, static_cast<const int32_t*>(token_id_.data()), 1, root[0],
+                             position_row, residual_);
+  const int64_t cache_floats = config_.positions * config_.width;
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    const std::vector<Tensor>& p = parameters_[layer + 1];
+    float* cache = cache_.f32() + layer * 2 * cache_floats;
+    kernels_->LayerNormForward(*stream_, residual_, p[0], p[1], norm_, mean_, rstd_);
+    kernels_->LinearForward(*stream_, norm_, p[2], p[3], qkv_);
+    kernels_->AttentionDecode(
+        *stream_, config_.heads, position, qkv_, F32(cache, config_.positions, config_.width),
+        F32(cache + cache_floats, config_.positions, config_.width), attention_);
+    kernels_->LinearForward(*stream_, attention_, p[4], p[5], branch_);
+    kernels_->AddLayerNormForward(*stream_, residual_, branch_, p[6], p[7], residual_, norm_, mean_,
+                                  rstd_);
+    kernels_->LinearForward(*stream_, norm_, p[8], p[9], wide_);
+    kernels_->GeluForward(*stream_, wide_, wide_);
+    kernels_->LinearForward(*stream_, wide_, p[10], p[11], branch_);
+    kernels_->Add(*stream_, residual_, branch_, residual_);
+  }
+  kernels_->LayerNormForward(*stream_, residual_, root[2], root[3], norm_, mean_, rstd_);
+  kernels_->LinearForward(*stream_, norm_, root[0], Tensor(), logits_);
+  device_.CopyToHost(*stream_, host_logits_.data(), logits_.data, logits_.bytes());
+  return stream_->Synchronize();
+}
+
+}  // namespace dim0

@@ -1,0 +1,105 @@
+// The operations a GPT-2 is made of, as a seam: the model is written once against this class and
+// each backend implements it in its own folder. Every method enqueues on `stream` and returns at
+// once; tensors must live until the stream has passed. Shapes are checked as invariants.
+//
+// N = B*T tokens, C = width, H heads, D = C/H, V = vocabulary. Gradients named d... are with
+// respect to the mean loss. A `Write` says whether a gradient is written or added to what is there.
+#ifndef DIM0_MODEL_KERNELS_H_
+#define DIM0_MODEL_KERNELS_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "runtime/device.h"
+#include "runtime/stream.h"
+#include "runtime/tensor.h"
+
+namespace dim0 {
+
+enum class Write : bool { kOverwrite, kAccumulate };
+
+struct AttentionShape {
+  int64_t batch;    // B
+  int64_t seq_len;  // T
+  int64_t heads;    // H
+};
+
+class Kernels {
+ public:
+  virtual ~Kernels() = default;
+
+  // out[n, :] = wte[tokens[n], :] + wpe[n mod T, :]. tokens: N int32 in [0, V). wte [V, C], wpe [P,
+  // C] with P >= T, out [N, C].
+  virtual void EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t seq_len,
+                                const Tensor& wte, const Tensor& wpe, const Tensor& out) = 0;
+  // Adds to dwte always (the head has written it); dwpe per `write`, rows T..P being zeroed on
+  // overwrite. Sums over tokens in a fixed order whatever the number of threads.
+  virtual void EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_t seq_len,
+                                 const Tensor& dout, const Tensor& dwte, const Tensor& dwpe,
+                                 Write write) = 0;
+
+  // y = gain * (x - mean) * rstd + bias per row, eps 1e-5. x, y [N, C]; gain, bias [C]; mean, rstd
+  // [N].
+  virtual void LayerNormForward(Stream& stream, const Tensor& x, const Tensor& gain,
+                                const Tensor& bias, const Tensor& y, const Tensor& mean,
+                                const Tensor& rstd) = 0;
+  // sum = x + delta, and y = LayerNorm(sum), in one pass. sum may be x or delta itself.
+  virtual void AddLayerNormForward(Stream& stream, const Tensor& x, const Tensor& delta,
+                                   const Tensor& gain, const Tensor& bias, const Tensor& sum,
+                                   const Tensor& y, const Tensor& mean, const Tensor& rstd) = 0;
+  // dx += the gradient through the norm (dx holds the residual path's gradient, or zeros); with
+  // `write_dx` kOverwrite dx is written instead. x is the norm's input.
+  virtual void LayerNormBackward(Stream& stream, const Tensor& dy, const Tensor& x,
+                                 const Tensor& gain, const Tensor& mean, const Tensor& rstd,
+                                 const Tensor& dx, Write write_dx, const Tensor& dgain,
+                                 const Tensor& dbias, Write write_parameters) = 0;
+
+  // y [N, out] = x [N, in] weight^T + bias; weight [out, in], bias [out] or empty (rows == 0).
+  virtual void LinearForward(Stream& stream, const Tensor& x, const Tensor& weight,
+                             const Tensor& bias, const Tensor& y) = 0;
+  // dx [N, in] = dy weight, always written; skipped when dx.rows == 0. dweight = dy^T x, dbias =
+  // column sums of dy (skipped when dbias.rows == 0), both per `write`.
+  virtual void LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x,
+                              const Tensor& weight, const Tensor& dx, const Tensor& dweight,
+                              const Tensor& dbias, Write write) = 0;
+
+  // y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). Same shapes.
+  virtual void GeluForward(Stream& stream, const Tensor& x, const Tensor& y) = 0;
+  // dx = dy * gelu'(x). dx may be dy.
+  virtual void GeluBackward(Stream& stream, const Tensor& dy, const Tensor& x,
+                            const Tensor& dx) = 0;
+
+  // sum = x + delta. sum may be either.
+  virtual void Add(Stream& stream, const Tensor& x, const Tensor& delta, const Tensor& sum) = 0;
+
+  // Causal self-attention, scale 1/sqrt(D). qkv [N, 3C]: q, k, v side by side, each by head. out
+  // [N, C]. logsumexp [B*H, T] of the scaled, masked scores is all that is kept for backward;
+  // scores exist in tiles only.
+  virtual void AttentionForward(Stream& stream, const AttentionShape& shape, const Tensor& qkv,
+                                const Tensor& out, const Tensor& logsumexp) = 0;
+  virtual void AttentionBackward(Stream& stream, const AttentionShape& shape, const Tensor& dout,
+                                 const Tensor& qkv, const Tensor& out, const Tensor& logsumexp,
+                                 const Tensor& dqkv) = 0;
+  // One new token against a cache, for generation: qkv [1, 3C]; stores its k and v as row
+  // `position` of keys and values [P, C], then attends over rows 0..position. out [1, C].
+  virtual void AttentionDecode(Stream& stream, int64_t heads, int64_t position, const Tensor& qkv,
+                               const Tensor& keys, const Tensor& values, const Tensor& out) = 0;
+
+  // *loss_sum (float64, device memory) += sum over the N tokens of -log softmax(logits)[target];
+  // targets: N int32 in [0, V), or -1 for a token that does not count. logits [N, V] are not
+  // changed.
+  virtual void CrossEntropyForward(Stream& stream, const Tensor& logits, const int32_t* targets,
+                                   double* loss_sum) = 0;
+  // The same, and logits become their own gradient, (softmax - onehot) * scale (0 for target -1),
+  // in place: no second buffer of their size exists.
+  virtual void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits,
+                                           const int32_t* targets, float scale,
+                                           double* loss_sum) = 0;
+};
+
+// Kernels for `device`'s backend; `device` outlives them.
+std::unique_ptr<Kernels> CreateKernels(Device& device);
+
+}  // namespace dim0
+
+#endif  // DIM0_MODEL_KERNELS_H_

@@ -1,0 +1,40 @@
+#include "optim/factory.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "optim/split_optimizer.h"
+
+namespace dim0 {
+
+absl::Status CheckOptimizerName(absl::string_view name) {
+  if (name == "adamw" || name == "rmnp" || name == "muon") return absl::OkStatus();
+  return absl::NotFoundError(
+      absl::StrCat("--optimizer=", name, " is unknown; choose adamw, muon or rmnp"));
+}
+
+absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
+                                                           Device& device, ProcessGroup& group) {
+  DIM0_RETURN_IF_ERROR(CheckOptimizerName(config.name));
+  const std::shared_ptr<OptimizerKernels> kernels = CreateOptimizerKernels(device);
+  const std::shared_ptr<Stream> stream = device.NewStream("optimizer");
+  auto adamw = std::make_unique<AdamW>(config.adamw, kernels, stream);
+  if (config.name == "adamw") return adamw;
+  std::unique_ptr<Optimizer> matrices;
+  if (config.name == "rmnp") {
+    matrices = std::make_unique<Rmnp>(config.rmnp, kernels, stream);
+  } else {
+    matrices = std::make_unique<Muon>(config.muon, kernels, device, group);
+  }
+  return std::make_unique<SplitOptimizer>(std::move(matrices), std::move(adamw));
+}
+
+absl::StatusOr<UpdateScale> ParseUpdateScale(absl::string_view name) {
+  if (name == "spectral") return UpdateScale::kSpectral;
+  if (name == "match_rms") return UpdateScale::kMatchRms;
+  if (name == "unit") return UpdateScale::kUnit;
+  return absl::NotFoundError(
+      absl::StrCat("--muon_scale=", name, " is unknown; choose spectral, match_rms or unit"));
+}
+
+}  // namespace dim0

@@ -1,0 +1,39 @@
+// Makes the optimizer that a flag names.
+#ifndef DIM0_OPTIM_FACTORY_H_
+#define DIM0_OPTIM_FACTORY_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "collectives/process_group.h"
+#include "optim/adamw.h"
+#include "optim/kernels.h"
+#include "optim/muon.h"
+#include "optim/rmnp.h"
+#include "runtime/device.h"
+#include "runtime/optimizer.h"
+
+namespace dim0 {
+
+struct OptimizerConfig {
+  std::string name = "adamw";  // "adamw", "rmnp" or "muon"
+  AdamWConfig adamw = {};           // of every parameter, or of all but the hidden matrices
+  RmnpConfig rmnp = {};
+  MuonConfig muon = {};
+};
+
+// `device` and `group` outlive the result; of the three only Muon is given `group`. Error: NotFound
+// for an unknown name, listing the known ones.
+absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
+                                                           Device& device, ProcessGroup& group);
+
+// Error: NotFound unless `name` is "adamw", "rmnp" or "muon".
+absl::Status CheckOptimizerName(absl::string_view name);
+
+// "spectral", "match_rms" or "unit". Error: NotFound, listing these.
+absl::StatusOr<UpdateScale> ParseUpdateScale(absl::string_view name);
+
+}  // namespace dim0
+
+#endif  // DIM0_OPTIM_FACTORY_H_

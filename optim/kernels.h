@@ -1,0 +1,85 @@
+// The optimizers' arithmetic as a seam: each optimizer is written once against this class, each
+// backend implements it in its own folder. Every method enqueues on `stream`; tensors must live
+// until the stream has passed.
+//
+// `gradient_scale` is one float in device memory by which gradients are multiplied as they are
+// read. If it is not finite, the method changes nothing: a step whose gradients are broken leaves
+// no trace.
+#ifndef DIM0_OPTIM_KERNELS_H_
+#define DIM0_OPTIM_KERNELS_H_
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "runtime/device.h"
+#include "runtime/stream.h"
+#include "runtime/tensor.h"
+
+namespace dim0 {
+
+// All four of one shape; any may be empty.
+struct AdamWTensor {
+  Tensor value, gradient, first_moment, second_moment;
+  double weight_decay = 0;
+};
+struct AdamWArguments {
+  double lr, beta1, beta2, eps;
+  int64_t step;  // counted from 1
+  const float* gradient_scale;
+};
+
+// Rows of one matrix; `scale` multiplies lr in the update but not in the decay.
+struct RmnpTensor {
+  Tensor value, gradient, momentum;
+  double scale = 1;
+};
+struct RmnpArguments {
+  double lr, momentum, eps, weight_decay;
+  bool nesterov;
+  const float* gradient_scale;
+};
+
+class OptimizerKernels {
+ public:
+  virtual ~OptimizerKernels() = default;
+
+  // Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2, with
+  // W (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). One op for all tensors.
+  virtual void AdamW(Stream& stream, std::vector<AdamWTensor> tensors,
+                     const AdamWArguments& arguments) = 0;
+
+  // Deng et al., "RMNP: row-momentum normalized preconditioning". V <- mu V + G; U = G + mu V (or V
+  // without Nesterov); W <- W (1 - lr wd) - lr scale U_i / max(||U_i||, eps), row by row, one op
+  // for all matrices. A row's result depends on that row only, to the bit.
+  virtual void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
+                    const RmnpArguments& arguments) = 0;
+
+  // V <- mu V + G; out = G + mu V with Nesterov, V without. Same shapes.
+  virtual void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
+                        bool nesterov, const float* gradient_scale, const Tensor& out) = 0;
+
+  // W <- W (1 - decay) - step * update. Same shapes.
+  virtual void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& update, float step,
+                           float decay, const float* gradient_scale) = 0;
+
+  // x <- x / ||x||_F; a zero matrix stays zero.
+  virtual void Normalize(Stream& stream, const Tensor& x) = 0;
+
+  // c [s, s] = alpha op(x) op(x)^T + beta c, with op the transpose if `transposed`.
+  virtual void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed,
+                                float beta, const Tensor& c) = 0;
+
+  // c = alpha a b + beta c.
+  virtual void MatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b, float beta,
+                      const Tensor& c) = 0;
+
+  virtual void Copy(Stream& stream, const Tensor& source, const Tensor& target) = 0;
+};
+
+// Kernels for `device`'s backend; `device` outlives them.
+std::unique_ptr<OptimizerKernels> CreateOptimizerKernels(Device& device);
+
+}  // namespace dim0
+
+#endif  // DIM0_OPTIM_KERNELS_H_

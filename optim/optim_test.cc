@@ -1,0 +1,465 @@
+// The optimizers through their interface, on sharded parameters, against PyTorch (AdamW), a float64
+// program (RMNP, Muon; see tests/make_fixture.py) and themselves at other world sizes.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "collectives/process_group.h"
+#include "optim/factory.h"
+#include "optim/kernels.h"
+#include "optim/newton_schulz.h"
+#include "runtime/device.h"
+#include "runtime/safetensors.h"
+
+namespace dim0 {
+namespace {
+
+using Values = std::vector<float>;
+
+// Whole parameters by id, and what one rank reports of a run.
+struct Outcome {
+  std::vector<Values> values;
+  int64_t optimizer_bytes = 0;      // summed over ranks
+  int64_t newton_schulz_calls = 0;  // summed over ranks
+};
+
+// Runs `steps` steps of an optimizer over `world_size` ranks. gradients(step, id) gives a whole
+// gradient; units are updated in the order of the table, or in reverse.
+Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
+                     const std::vector<UnitSpec>& units, std::vector<Values> values, int steps,
+                     const std::function<Values(int step, int id)>& gradients,
+                     float gradient_scale = 1, bool reverse = false, int threads_per_rank = 1) {
+  const ParameterTable table(units);
+  auto groups = *CreateThreadRanks(world_size, {.timeout = absl::Seconds(60)});
+  std::vector<int64_t> calls(world_size);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < world_size; ++rank) {
+    ranks.emplace_back([&, rank] {
+      const auto device = *CreateDevice(Backend::kCpu, threads_per_rank);
+      Allocator allocator(device.get());
+      const auto optimizer = *CreateOptimizer(config, *device, *groups[rank]);
+      std::vector<int> ids(table.size()), order(table.num_units());
+      for (int id = 0; id < table.size(); ++id) ids[id] = id;
+      for (int u = 0; u < table.num_units(); ++u) {
+        order[u] = reverse ? table.num_units() - 1 - u : u;
+      }
+      ASSERT_TRUE(optimizer->Plan(table, ids, {&allocator, rank, world_size, order}).ok());
+
+      std::vector<Values> value_shards(table.size()), gradient_shards(table.size());
+      std::vector<Unit> shards(table.num_units());
+      const auto local = [&](const Values& whole, int id) {
+        const RowRange rows = RowsOfRank(table[id].spec.rows, world_size, rank);
+        const int64_t cols = table[id].spec.cols;
+        return Values(whole.begin() + rows.begin * cols, whole.begin() + rows.end * cols);
+      };
+      for (int id = 0; id < table.size(); ++id) {
+        value_shards[id] = local(values[id], id);
+        gradient_shards[id].resize(value_shards[id].size());
+        const RowRange rows = RowsOfRank(table[id].spec.rows, world_size, rank);
+        Unit& unit = shards[table[id].unit];
+        unit.index = table[id].unit;
+        unit.parameters.push_back(
+            {id, rows, F32(value_shards[id].data(), rows.size(), table[id].spec.cols),
+             F32(gradient_shards[id].data(), rows.size(), table[id].spec.cols)});
+      }
+      for (int step = 1; step <= steps; ++step) {
+        for (int id = 0; id < table.size(); ++id) {
+          const Values gradient = local(gradients(step, id), id);
+          std::copy(gradient.begin(), gradient.end(), gradient_shards[id].begin());
+        }
+        for (const int u : order) {
+          ASSERT_TRUE(
+              optimizer
+                  ->Update(shards[u], {.step = step, .gradient_scale = &gradient_scale}, Event())
+                  .ok());
+        }
+        for (const int u : order) ASSERT_TRUE(optimizer->Updated(shards[u]).Wait().ok());
+      }
+      calls[rank] = optimizer->newton_schulz_calls();
+      for (int id = 0; id < table.size(); ++id) {
+        const int64_t begin = RowsOfRank(table[id].spec.rows, world_size, rank).begin;
+        std::copy(value_shards[id].begin(), value_shards[id].end(),
+                  values[id].begin() + begin * table[id].spec.cols);
+      }
+    });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  Outcome outcome{std::move(values)};
+  for (int rank = 0; rank < world_size; ++rank) {
+    outcome.optimizer_bytes += groups[rank]->ledger().bytes(Purpose::kOptimizer);
+    outcome.newton_schulz_calls += calls[rank];
+  }
+  return outcome;
+}
+
+Values Random(int64_t size, int seed, float scale = 1) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal(0, scale);
+  Values values(size);
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+class Fixture {
+ public:
+  explicit Fixture(const std::string& name)
+      : file_(*SafetensorsFile::Open("tests/fixtures/" + name + ".safetensors")) {}
+  Values Get(const std::string& name) const {
+    const auto* tensor = file_.Find(name);
+    EXPECT_NE(tensor, nullptr) << name;
+    Values values(tensor->elements);
+    EXPECT_TRUE(file_.ReadFloats(*tensor, 0, absl::MakeSpan(values)).ok());
+    return values;
+  }
+
+ private:
+  SafetensorsFile file_;
+};
+
+Values Slice(const Values& stacked, int step, int64_t size) {
+  return Values(stacked.begin() + (step - 1) * size, stacked.begin() + step * size);
+}
+
+void ExpectClose(const Values& actual, const Values& expected, double relative, double absolute) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_NEAR(actual[i], expected[i], absolute + relative * std::abs(expected[i])) << i;
+  }
+}
+
+class WorldSizes : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, WorldSizes, testing::Values(1, 2, 3, 4, 8));
+
+TEST_P(WorldSizes, AdamWAgreesWithPyTorchOver20Steps) {
+  const Fixture fixture("adamw");
+  const std::vector<std::string> names = {"ordinary", "small", "large", "late"};
+  UnitSpec unit{"u", {}};
+  std::vector<Values> initial, gradients;
+  for (const std::string& name : names) {
+    initial.push_back(fixture.Get(name + ".initial"));
+    gradients.push_back(fixture.Get(name + ".grads"));
+    // A table, since vectors are not decayed and the fixture decays.
+    unit.parameters.push_back(
+        {name, static_cast<int64_t>(initial.back().size()), 1, ParameterRole::kEmbedding, {}});
+  }
+  const OptimizerConfig config{.name = "adamw", .adamw = {.lr = 1e-2}};
+  for (const int steps : {1, 20}) {
+    const Outcome outcome = RunOptimizer(
+        config, GetParam(), {unit}, initial, steps,
+        [&](int step, int id) { return Slice(gradients[id], step, initial[id].size()); });
+    for (size_t id = 0; id < names.size(); ++id) {
+      ExpectClose(outcome.values[id], fixture.Get(names[id] + ".step_" + std::to_string(steps)),
+                  2e-6, 2e-7);
+    }
+    EXPECT_EQ(outcome.optimizer_bytes, 0);
+  }
+}
+
+const std::vector<std::string> kShapes = {"6x10", "10x6", "8x8"};
+
+std::vector<UnitSpec> FixtureUnits() {
+  return {
+      {"h.0", {{"a", 6, 10, ParameterRole::kMatrix, {}}, {"b", 10, 6, ParameterRole::kMatrix, {}}}},
+      {"h.1", {{"c", 8, 8, ParameterRole::kMatrix, {}}}}};
+}
+
+void ExpectFixture(const std::string& optimizer, int world_size, bool reverse, double tolerance) {
+  const Fixture fixture("matrix_optimizers");
+  OptimizerConfig config{.name = optimizer};
+  config.rmnp = {.lr = 0.02, .weight_decay = 0.1};
+  config.muon = {.lr = 0.02, .weight_decay = 0.1};
+  std::vector<Values> initial, gradients;
+  for (const std::string& shape : kShapes) {
+    initial.push_back(fixture.Get(shape + ".initial"));
+    gradients.push_back(fixture.Get(shape + ".grads"));
+  }
+  for (const int steps : {1, 5}) {
+    const Outcome outcome = RunOptimizer(
+        config, world_size, FixtureUnits(), initial, steps,
+        [&](int step, int id) { return Slice(gradients[id], step, initial[id].size()); }, 1,
+        reverse);
+    for (size_t id = 0; id < kShapes.size(); ++id) {
+      ExpectClose(outcome.values[id],
+                  fixture.Get(kShapes[id] + "." + optimizer + ".step_" + std::to_string(steps)),
+                  tolerance, tolerance);
+    }
+  }
+}
+
+TEST_P(WorldSizes, RmnpAgreesWithFloat64) { ExpectFixture("rmnp", GetParam(), false, 1e-6); }
+
+TEST_P(WorldSizes, MuonAgreesWithFloat64) {
+  ExpectFixture("muon", GetParam(), false, 1e-5);
+  ExpectFixture("muon", GetParam(), true, 1e-5);
+}
+
+std::vector<UnitSpec> UnevenUnits() {
+  return {{"root",
+           {{"table", 11, 7, ParameterRole::kEmbedding, {}},
+            {"gain", 7, 1, ParameterRole::kVector, {}}}},
+          {"h.0",
+           {{"qkv", 21, 7, ParameterRole::kMatrix, {}},
+            {"up", 28, 7, ParameterRole::kMatrix, {}},
+            {"row", 1, 33, ParameterRole::kMatrix, {}},
+            {"column", 5, 1, ParameterRole::kMatrix, {}}}},
+          {"h.1", {{"down", 7, 131, ParameterRole::kMatrix, {}}}}};
+}
+
+std::vector<Values> RandomValues(const std::vector<UnitSpec>& units, int seed) {
+  std::vector<Values> values;
+  for (const UnitSpec& unit : units) {
+    for (const ParameterSpec& spec : unit.parameters) values.push_back(Random(spec.size(), seed++));
+  }
+  return values;
+}
+
+TEST(Rmnp, UpdateIsBitIdenticalForEveryWorldSizeAndSendsNothing) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 1);
+  const auto gradient = [&](int step, int id) {
+    return Random(initial[id].size(), 100 * step + id);
+  };
+  const OptimizerConfig config{.name = "rmnp", .rmnp = {.weight_decay = 0.05}};
+  const Outcome one = RunOptimizer(config, 1, units, initial, 4, gradient);
+  for (const int world_size : {2, 3, 4, 8}) {
+    for (const int threads : {1, 2}) {
+      const Outcome many =
+          RunOptimizer(config, world_size, units, initial, 4, gradient, 1, false, threads);
+      EXPECT_EQ(many.values, one.values) << world_size;
+      EXPECT_EQ(many.optimizer_bytes, 0);
+    }
+  }
+}
+
+TEST(Muon, IsTheSameForEveryWorldSizeUpToRounding) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 1);
+  const auto gradient = [&](int step, int id) {
+    return Random(initial[id].size(), 100 * step + id);
+  };
+  const OptimizerConfig config{.name = "muon"};
+  const Outcome one = RunOptimizer(config, 1, units, initial, 3, gradient);
+  for (const int world_size : {2, 3, 4, 8}) {
+    const Outcome many = RunOptimizer(config, world_size, units, initial, 3, gradient);
+    for (size_t id = 0; id < initial.size(); ++id) {
+      ExpectClose(many.values[id], one.values[id], 1e-5, 1e-5);
+    }
+  }
+}
+
+TEST(Muon, SendsEachMatrixToItsOwnerAndBackToTheByte) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 1);
+  const ParameterTable table(units);
+  const auto gradient = [&](int step, int id) { return Random(initial[id].size(), step + id); };
+  for (const int world_size : {1, 2, 3, 8}) {
+    std::vector<double> costs;
+    std::vector<int> ids;
+    for (int id = 0; id < table.size(); ++id) {
+      if (table[id].spec.role != ParameterRole::kMatrix) continue;
+      ids.push_back(id);
+      costs.push_back(NewtonSchulzFlops(table[id].spec.rows, table[id].spec.cols));
+    }
+    const std::vector<int> owners = AssignOwners(costs, world_size);
+    int64_t expected = 0;  // all rows that are not the owner's, there and back
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const ParameterSpec& spec = table[ids[i]].spec;
+      const int64_t kept = RowsOfRank(spec.rows, world_size, owners[i]).size();
+      expected += 2 * 4 * (spec.rows - kept) * spec.cols;
+    }
+    const Outcome outcome = RunOptimizer({.name = "muon"}, world_size, units, initial, 2, gradient);
+    EXPECT_EQ(outcome.optimizer_bytes, 2 * expected);
+    // One run per matrix and step over all ranks.
+    EXPECT_EQ(outcome.newton_schulz_calls, 2 * static_cast<int64_t>(ids.size()));
+  }
+}
+
+TEST(Optimizers, AGradientScaleThatIsNotFiniteChangesNothing) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  const auto gradient = [&](int, int id) { return Random(initial[id].size(), id); };
+  for (const char* name : {"adamw", "rmnp", "muon"}) {
+    const Outcome outcome = RunOptimizer({.name = name}, 2, units, initial, 2, gradient,
+                                         std::numeric_limits<float>::quiet_NaN());
+    EXPECT_EQ(outcome.values, initial) << name;
+  }
+}
+
+TEST(Optimizers, TheGradientScaleMultipliesTheGradient) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  for (const char* name : {"adamw", "rmnp", "muon"}) {
+    OptimizerConfig config{.name = name};
+    config.adamw.eps = 1;  // otherwise none of them would notice
+    config.rmnp.eps = 100;
+    const auto half = RunOptimizer(config, 1, units, initial, 1, [&](int, int id) {
+      Values gradient = Random(initial[id].size(), id);
+      for (float& value : gradient) value /= 2;
+      return gradient;
+    });
+    const auto scaled = RunOptimizer(
+        config, 1, units, initial, 1, [&](int, int id) { return Random(initial[id].size(), id); },
+        0.5f);
+    EXPECT_EQ(half.values, scaled.values) << name;
+  }
+}
+
+TEST(Optimizers, ZeroGradientsLeaveMatricesAsTheyAre) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  const auto zero = [&](int, int id) { return Values(initial[id].size(), 0.0f); };
+  for (const char* name : {"rmnp", "muon"}) {
+    OptimizerConfig config{.name = name};
+    config.adamw.weight_decay = 0;
+    EXPECT_EQ(RunOptimizer(config, 2, units, initial, 2, zero).values, initial) << name;
+  }
+}
+
+TEST(AdamW, DoesNotDecayVectors) {
+  const std::vector<UnitSpec> units = {{"u",
+                                        {{"gain", 3, 1, ParameterRole::kVector, {}},
+                                         {"table", 3, 1, ParameterRole::kEmbedding, {}}}}};
+  const std::vector<Values> ones = {{1, 1, 1}, {1, 1, 1}};
+  const auto zero = [](int, int) { return Values(3, 0.0f); };
+  const Outcome outcome = RunOptimizer({.name = "adamw", .adamw = {.lr = 0.5, .weight_decay = 0.5}},
+                                       2, units, ones, 1, zero);
+  EXPECT_EQ(outcome.values[0], ones[0]);
+  EXPECT_EQ(outcome.values[1], Values(3, 0.75f));
+}
+
+// Singular values of a [m, n] by one-sided Jacobi rotations in float64.
+std::vector<double> SingularValues(const Values& matrix, int64_t m, int64_t n) {
+  std::vector<std::vector<double>> columns(n, std::vector<double>(m));
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) columns[j][i] = matrix[i * n + j];
+  }
+  for (int sweep = 0; sweep < 30; ++sweep) {
+    for (int64_t p = 0; p < n; ++p) {
+      for (int64_t q = p + 1; q < n; ++q) {
+        double pp = 0, qq = 0, pq = 0;
+        for (int64_t i = 0; i < m; ++i) {
+          pp += columns[p][i] * columns[p][i];
+          qq += columns[q][i] * columns[q][i];
+          pq += columns[p][i] * columns[q][i];
+        }
+        if (std::abs(pq) <= 1e-15 * std::sqrt(pp * qq)) continue;
+        const double zeta = (qq - pp) / (2 * pq);
+        const double t = (zeta >= 0 ? 1 : -1) / (std::abs(zeta) + std::sqrt(1 + zeta * zeta));
+        const double c = 1 / std::sqrt(1 + t * t), s = c * t;
+        for (int64_t i = 0; i < m; ++i) {
+          const double x = columns[p][i], y = columns[q][i];
+          columns[p][i] = c * x - s * y;
+          columns[q][i] = s * x + c * y;
+        }
+      }
+    }
+  }
+  std::vector<double> singular;
+  for (const auto& column : columns) {
+    double norm = 0;
+    for (const double x : column) norm += x * x;
+    singular.push_back(std::sqrt(norm));
+  }
+  return singular;
+}
+
+Values Orthogonalized(Values matrix, int64_t m, int64_t n, int threads = 1) {
+  const auto device = *CreateDevice(Backend::kCpu, threads);
+  const auto kernels = CreateOptimizerKernels(*device);
+  const auto stream = device->NewStream("s");
+  Values workspace(NewtonSchulzWorkspace(m, n));
+  NewtonSchulz(*kernels, *stream, F32(matrix.data(), m, n), workspace.data());
+  EXPECT_TRUE(stream->Synchronize().ok());
+  return matrix;
+}
+
+TEST(NewtonSchulz, SingularValuesLandInThePublishedBand) {
+  for (const auto& [m, n] :
+       std::vector<std::pair<int64_t, int64_t>>{{16, 40}, {40, 16}, {24, 24}}) {
+    const Values matrix = Random(m * n, 3);
+    const Values result = Orthogonalized(matrix, m, n);
+    // A wide matrix has n - m zero singular values, which stay zero: look at the smaller side.
+    Values tall = result;
+    if (m < n) {
+      for (int64_t i = 0; i < m; ++i) {
+        for (int64_t j = 0; j < n; ++j) tall[j * m + i] = result[i * n + j];
+      }
+    }
+    for (const double s : SingularValues(tall, std::max(m, n), std::min(m, n))) {
+      // The lower end needs the input's condition to be moderate, which a square random matrix's is
+      // not.
+      if (m != n) {
+        EXPECT_GT(s, 0.65);
+      }
+      EXPECT_LT(s, 1.25);
+    }
+  }
+}
+
+TEST(NewtonSchulz, DoesNotDependOnTheLengthOfItsInput) {
+  const Values matrix = Random(6 * 9, 4);
+  const Values expected = Orthogonalized(matrix, 6, 9);
+  for (const float scale : {1e-30f, 1e-12f, 1e12f, 1e30f}) {
+    Values scaled = matrix;
+    for (float& value : scaled) value *= scale;
+    ExpectClose(Orthogonalized(scaled, 6, 9), expected, 1e-4, 1e-5);
+  }
+}
+
+TEST(NewtonSchulz, AZeroMatrixStaysZero) {
+  EXPECT_EQ(Orthogonalized(Values(35, 0.0f), 5, 7), Values(35, 0.0f));
+}
+
+TEST(NewtonSchulz, AVectorBecomesAVectorOfLengthNearOne) {
+  for (const auto& [m, n] : std::vector<std::pair<int64_t, int64_t>>{{1, 50}, {50, 1}, {1, 1}}) {
+    double squares = 0;
+    for (const float value : Orthogonalized(Random(m * n, 6), m, n)) squares += value * value;
+    EXPECT_GT(std::sqrt(squares), 0.65);
+    EXPECT_LT(std::sqrt(squares), 1.25);
+  }
+}
+
+TEST(AssignOwners, GivesEachCostlyMatrixToTheLeastLoadedRank) {
+  // 5 to 0, 4 to 1, 3 to 1 (4 < 5), 3 to 0 (5 < 7), 1 to 1 (7 < 8).
+  EXPECT_EQ(AssignOwners({5, 1, 4, 3, 3}, 2), (std::vector<int>{0, 1, 1, 1, 0}));
+  EXPECT_EQ(AssignOwners({1, 1, 1}, 3), (std::vector<int>{0, 1, 2}));
+  EXPECT_TRUE(AssignOwners({}, 4).empty());
+}
+
+TEST(AssignOwners, BalancesGpt2LargeToOnePercentOn8Ranks) {
+  std::vector<double> costs;
+  for (int layer = 0; layer < 36; ++layer) {
+    for (const auto& [m, n] : std::vector<std::pair<int64_t, int64_t>>{
+             {3840, 1280}, {1280, 1280}, {5120, 1280}, {1280, 5120}}) {
+      costs.push_back(NewtonSchulzFlops(m, n));
+    }
+  }
+  const std::vector<int> owners = AssignOwners(costs, 8);
+  std::vector<double> work(8);
+  double all = 0;
+  for (size_t i = 0; i < costs.size(); ++i) {
+    work[owners[i]] += costs[i];
+    all += costs[i];
+  }
+  EXPECT_LT(*std::max_element(work.begin(), work.end()) / (all / 8), 1.015);
+  // The published count of executed FLOPs, 15.10 TFLOP with symmetric products as one triangle.
+  EXPECT_NEAR(all * 1e-12, 15.10, 0.02);
+}
+
+TEST(CreateOptimizer, NamesTheChoicesWhenAskedForAnother) {
+  EXPECT_NE(CheckOptimizerName("sgd").message().find("adamw, muon or rmnp"),
+            absl::string_view::npos);
+  EXPECT_TRUE(CheckOptimizerName("muon").ok());
+}
+
+}  // namespace
+}  // namespace dim0

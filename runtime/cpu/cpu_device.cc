@@ -1,0 +1,171 @@
+#include "runtime/cpu/cpu_device.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "runtime/cpu/cpu_stream.h"
+#include "runtime/cpu/gemm.h"
+
+namespace dim0::cpu {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+
+// From /proc/meminfo, in bytes.
+absl::StatusOr<int64_t> MachineAvailable() {
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  int64_t kib;
+  while (meminfo >> key >> kib) {
+    if (key == "MemAvailable:") return kib * 1024;
+    meminfo.ignore(std::numeric_limits<std::streamsize>::max(), '\n');
+  }
+  return absl::UnavailableError("/proc/meminfo has no MemAvailable line");
+}
+
+// What the version 2 cgroup this process sits in still allows, or no limit.
+int64_t CgroupAvailable() {
+  std::ifstream maximum("/sys/fs/cgroup/memory.max"), current("/sys/fs/cgroup/memory.current");
+  int64_t limit, used;
+  if (!(maximum >> limit) || !(current >> used)) return std::numeric_limits<int64_t>::max();
+  return std::max<int64_t>(0, limit - used);
+}
+
+// Float64 sum of squares; eight partial sums keep the vector units busy and fix the order.
+double SumOfSquaresOf(const float* values, int64_t count) {
+  double partial[8] = {};
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+#pragma omp simd
+    for (int j = 0; j < 8; ++j) {
+      const double value = values[i + j];
+      partial[j] += value * value;
+    }
+  }
+  for (; i < count; ++i) partial[i % 8] += static_cast<double>(values[i]) * values[i];
+  double sum = 0;
+  for (double p : partial) sum += p;
+  return sum;
+}
+
+}  // namespace
+
+CpuDevice::CpuDevice(int threads) : pool_(threads) {}
+
+std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
+  return std::make_unique<CpuStream>(name);
+}
+
+absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
+  // Whole mappings, so that freeing gives memory back and zeroing costs nothing until it is
+  // touched.
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) {
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "cannot allocate %.1f MiB of CPU memory: %s", bytes / 1048576.0, std::strerror(errno)));
+  }
+  // Fewer page faults and TLB misses; a kernel without huge pages refuses, which is fine.
+  if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+  return data;
+}
+
+void CpuDevice::Free(void* data, int64_t bytes) { munmap(data, bytes); }
+
+absl::StatusOr<int64_t> CpuDevice::AvailableBytes() const {
+  absl::StatusOr<int64_t> machine = MachineAvailable();
+  if (!machine.ok()) return machine.status();
+  return std::min(*machine, CgroupAvailable());
+}
+
+double CpuDevice::MeasureMatMulRate(absl::Duration duration) {
+  // 1024 x 1024 float32 matrices, 12 MiB in all: past L2, and each product takes tens of
+  // milliseconds.
+  constexpr int64_t kSize = 1024;
+  std::vector<float> a(kSize * kSize, 0.5f), b(kSize * kSize, 0.25f), c(kSize * kSize);
+  auto product = [&] {
+    Gemm(pool_, Transpose::kNo, Transpose::kYes, kSize, kSize, kSize, 1.0f, a.data(), kSize,
+         b.data(), kSize, 0.0f, c.data(), kSize);
+  };
+  product();
+  // The median of the products' rates: a descheduled product must not lower the yardstick.
+  std::vector<double> rates;
+  const absl::Time end = absl::Now() + duration;
+  do {
+    const absl::Time start = absl::Now();
+    product();
+    rates.push_back(2.0 * kSize * kSize * kSize / absl::ToDoubleSeconds(absl::Now() - start));
+  } while (absl::Now() < end || rates.size() < 3);
+  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
+  return rates[rates.size() / 2];
+}
+
+void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {
+  const float* data = values.f32();
+  const int64_t size = values.size();
+  stream.Enqueue({.name = "sum_of_squares", .flops = 2.0 * size, .bytes = 4.0 * size},
+                 [this, data, size, result](const OpContext&) {
+                   // The cut is fixed, so that the sum does not depend on the number of threads.
+                   constexpr int64_t kPiece = int64_t{1} << 18;
+                   const int64_t pieces = (size + kPiece - 1) / kPiece;
+                   std::vector<double> sums(pieces);
+                   pool_.Run(pieces, [&](int64_t i) {
+                     sums[i] =
+                         SumOfSquaresOf(data + i * kPiece, std::min(kPiece, size - i * kPiece));
+                   });
+                   *result = 0;
+                   for (double sum : sums) *result += sum;
+                   return absl::OkStatus();
+                 });
+}
+
+void CpuDevice::ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride,
+                          int64_t count, double clip, float* scale) {
+  stream.Enqueue({.name = "clip_scale"}, [=](const OpContext&) {
+    double squares = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (int64_t i = 0; i < count; ++i) squares += stats[rank * stride + i];
+    }
+    const double norm = std::sqrt(squares);
+    if (!std::isfinite(norm)) {
+      *scale = std::numeric_limits<float>::quiet_NaN();
+    } else {
+      *scale = clip > 0 ? static_cast<float>(std::min(1.0, clip / (norm + 1e-6))) : 1.0f;
+    }
+    return absl::OkStatus();
+  });
+}
+
+void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {
+  stream.Enqueue({.name = "zero", .kind = OpKind::kCopy, .bytes = 1.0 * bytes},
+                 [=](const OpContext&) {
+                   std::memset(target, 0, bytes);
+                   return absl::OkStatus();
+                 });
+}
+
+void CpuDevice::CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) {
+  CopyFromHost(stream, target, source, bytes);  // one memory: both directions are the same copy
+}
+
+void CpuDevice::CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) {
+  stream.Enqueue({.name = "copy", .kind = OpKind::kCopy, .bytes = 2.0 * bytes},
+                 [=](const OpContext&) {
+                   std::memcpy(target, source, bytes);
+                   return absl::OkStatus();
+                 });
+}
+
+}  // namespace dim0::cpu

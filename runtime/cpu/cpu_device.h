@@ -1,0 +1,40 @@
+// A CPU rank as a device: memory from the system, streams as worker threads, kernels on a pool.
+#ifndef DIM0_RUNTIME_CPU_CPU_DEVICE_H_
+#define DIM0_RUNTIME_CPU_CPU_DEVICE_H_
+
+#include <memory>
+#include <string>
+
+#include "runtime/cpu/thread_pool.h"
+#include "runtime/device.h"
+
+namespace dim0::cpu {
+
+class CpuDevice : public Device {
+ public:
+  explicit CpuDevice(int threads);
+
+  // What kernels run on.
+  ThreadPool& pool() { return pool_; }
+
+  Backend backend() const override { return Backend::kCpu; }
+  std::unique_ptr<Stream> NewStream(absl::string_view name) override;
+  absl::StatusOr<void*> Allocate(int64_t bytes) override;
+  void Free(void* data, int64_t bytes) override;
+  // The least of the machine's available memory and what the cgroup leaves.
+  absl::StatusOr<int64_t> AvailableBytes() const override;
+  double MeasureMatMulRate(absl::Duration duration) override;
+  void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
+  void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride, int64_t count,
+                 double clip, float* scale) override;
+  void Zero(Stream& stream, void* target, int64_t bytes) override;
+  void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) override;
+  void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) override;
+
+ private:
+  ThreadPool pool_;
+};
+
+}  // namespace dim0::cpu
+
+#endif  // DIM0_RUNTIME_CPU_CPU_DEVICE_H_

@@ -1,0 +1,46 @@
+// A stream as a worker thread with a queue.
+#ifndef DIM0_RUNTIME_CPU_CPU_STREAM_H_
+#define DIM0_RUNTIME_CPU_CPU_STREAM_H_
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "absl/strings/string_view.h"
+#include "runtime/stream.h"
+
+namespace dim0::cpu {
+
+class CpuStream : public Stream {
+ public:
+  explicit CpuStream(absl::string_view name);
+  // Runs what is queued first.
+  ~CpuStream() override;
+
+  void Enqueue(OpInfo info, Op op) override;
+  void Wait(const Event& event) override;
+  Event Record() override;
+  absl::Status Synchronize() override;
+  const std::string& name() const override { return name_; }
+
+ private:
+  // An entry gets the stream's status so far and returns the status after it.
+  using Entry = std::function<absl::Status(const absl::Status&)>;
+  void Push(Entry entry);
+  void Work();
+
+  const std::string name_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<Entry> queue_;
+  bool stopping_ = false;
+  std::thread worker_;
+};
+
+}  // namespace dim0::cpu
+
+#endif  // DIM0_RUNTIME_CPU_CPU_STREAM_H_

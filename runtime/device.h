@@ -1,0 +1,62 @@
+// The seam between the runtime and what computes: memory, streams, and the few operations that the
+// engine itself needs on shards. Models and optimizers bring their own kernels for each backend.
+#ifndef DIM0_RUNTIME_DEVICE_H_
+#define DIM0_RUNTIME_DEVICE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
+#include "runtime/stream.h"
+#include "runtime/tensor.h"
+
+namespace dim0 {
+
+enum class Backend : uint8_t { kCpu };
+
+class Device {
+ public:
+  virtual ~Device() = default;
+
+  virtual Backend backend() const = 0;
+
+  virtual std::unique_ptr<Stream> NewStream(absl::string_view name) = 0;
+
+  // Zero-filled memory aligned to at least 64 bytes. Error: ResourceExhausted. `bytes` > 0.
+  virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;
+  virtual void Free(void* data, int64_t bytes) = 0;
+
+  // Bytes that all ranks of this process may still allocate on this device together.
+  virtual absl::StatusOr<int64_t> AvailableBytes() const = 0;
+
+  // The float32 matrix-product rate in FLOP/s of this rank's threads, over about `duration`, on
+  // square matrices that exceed the caches. Blocks.
+  virtual double MeasureMatMulRate(absl::Duration duration) = 0;
+
+  // *result = sum of squares of `values` (float32), accumulated in float64. `result` is device
+  // memory.
+  virtual void SumOfSquares(Stream& stream, const Tensor& values, double* result) = 0;
+
+  // *scale = the factor that clips a gradient of norm g to `clip`: min(1, clip / (g + 1e-6)), or 1
+  // when clip is 0; NaN when g is not finite. g^2 is the sum of stats[r * stride + i] over `ranks`
+  // rows r and `count` columns i. All pointers are device memory.
+  virtual void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride,
+                         int64_t count, double clip, float* scale) = 0;
+
+  virtual void Zero(Stream& stream, void* target, int64_t bytes) = 0;
+  // `target` is host memory, valid once the stream has passed.
+  virtual void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
+  // Copies from host memory; `source` must live until the copy has run.
+  virtual void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
+};
+
+// `threads`: how many threads this rank's kernels run on, the stream's own included.
+absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads);
+
+}  // namespace dim0
+
+#endif  // DIM0_RUNTIME_DEVICE_H_

@@ -1,0 +1,227 @@
+// Devices, streams, events and the counting allocator. Parametrised over backends as they come.
+#include "runtime/device.h"
+
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <thread>
+#include <vector>
+
+#include "runtime/allocator.h"
+
+namespace dim0 {
+namespace {
+
+class DeviceTest : public testing::TestWithParam<int> {
+ protected:
+  void SetUp() override { device_ = *CreateDevice(Backend::kCpu, GetParam()); }
+  std::unique_ptr<Device> device_;
+};
+
+TEST(CreateDevice, RefusesFewerThanOneThread) {
+  EXPECT_EQ(CreateDevice(Backend::kCpu, 0).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(DeviceTest, StreamRunsOpsInOrder) {
+  const auto stream = device_->NewStream("s");
+  std::vector<int> order;
+  for (int i = 0; i < 100; ++i) {
+    stream->Enqueue({.name = "op"}, [&order, i](const OpContext&) {
+      order.push_back(i);
+      return absl::OkStatus();
+    });
+  }
+  ASSERT_TRUE(stream->Synchronize().ok());
+  ASSERT_EQ(order.size(), 100u);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+}
+
+TEST_P(DeviceTest, EnqueueAndWaitDoNotBlockTheHost) {
+  const auto first = device_->NewStream("first"), second = device_->NewStream("second");
+  std::atomic<bool> go = false;
+  first->Enqueue({.name = "slow"}, [&](const OpContext&) {
+    while (!go) std::this_thread::yield();
+    return absl::OkStatus();
+  });
+  bool ran = false;
+  second->Wait(first->Record());
+  second->Enqueue({.name = "after"}, [&](const OpContext&) {
+    ran = true;
+    return absl::OkStatus();
+  });
+  EXPECT_FALSE(go);  // reached while `slow` still runs
+  go = true;
+  ASSERT_TRUE(second->Synchronize().ok());
+  EXPECT_TRUE(ran);
+}
+
+TEST_P(DeviceTest, WorkAfterAnEventSeesTheWorkBeforeIt) {
+  const auto writer = device_->NewStream("writer"), reader = device_->NewStream("reader");
+  int value = 0;
+  for (int i = 1; i <= 200; ++i) {
+    int seen = 0;
+    writer->Enqueue({.name = "write"}, [&value, i](const OpContext&) {
+      value = i;
+      return absl::OkStatus();
+    });
+    reader->Wait(writer->Record());
+    reader->Enqueue({.name = "read"}, [&](const OpContext&) {
+      seen = value;
+      return absl::OkStatus();
+    });
+    writer->Wait(reader->Record());
+    ASSERT_TRUE(reader->Synchronize().ok());
+    ASSERT_EQ(seen, i);
+  }
+}
+
+TEST_P(DeviceTest, AnErrorSkipsLaterOpsAndTravelsAlongEvents) {
+  const auto first = device_->NewStream("first"), second = device_->NewStream("second");
+  bool ran = false;
+  const auto mark = [&](const OpContext&) {
+    ran = true;
+    return absl::OkStatus();
+  };
+  first->Enqueue({.name = "bad"}, [](const OpContext&) { return absl::DataLossError("broken"); });
+  first->Enqueue({.name = "skipped"}, mark);
+  second->Wait(first->Record());
+  second->Enqueue({.name = "skipped too"}, mark);
+  EXPECT_EQ(second->Synchronize().message(), "broken");
+  EXPECT_EQ(first->Synchronize().message(), "broken");
+  EXPECT_FALSE(ran);
+}
+
+TEST_P(DeviceTest, JoinedEventPassesWhenBothHave) {
+  const auto a = device_->NewStream("a"), b = device_->NewStream("b");
+  std::atomic<int> done = 0;
+  const auto slow = [&](const OpContext&) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    ++done;
+    return absl::OkStatus();
+  };
+  a->Enqueue({.name = "a"}, slow);
+  b->Enqueue({.name = "b"}, slow);
+  ASSERT_TRUE(Event::Join(a->Record(), b->Record()).Wait().ok());
+  EXPECT_EQ(done, 2);
+  EXPECT_TRUE(Event::Join(Event(), Event()).Wait().ok());
+}
+
+TEST_P(DeviceTest, EventTimesFollowTheOrderOfTheStream) {
+  const auto stream = device_->NewStream("s");
+  const Event before = stream->Record();
+  stream->Enqueue({.name = "slow"}, [](const OpContext&) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    return absl::OkStatus();
+  });
+  const Event after = stream->Record();
+  ASSERT_TRUE(after.Wait().ok());
+  EXPECT_GE(after.points()[0]->time() - before.points()[0]->time(), absl::Milliseconds(10));
+}
+
+TEST_P(DeviceTest, SumOfSquaresIsExactWhereFloat64Is) {
+  const auto stream = device_->NewStream("s");
+  for (const int64_t size : {0, 1, 7, 8, 9, 1000, (1 << 18) - 1, (1 << 18) + 1, 3 << 18}) {
+    std::vector<float> values(size);
+    double expected = 0;  // of integers below 2^53: exact in any order
+    for (int64_t i = 0; i < size; ++i) {
+      values[i] = static_cast<float>(i % 1000 - 500);
+      expected += double{values[i]} * values[i];
+    }
+    double sum = -1;
+    device_->SumOfSquares(*stream, F32(values.data(), size), &sum);
+    ASSERT_TRUE(stream->Synchronize().ok());
+    EXPECT_EQ(sum, expected) << size;
+  }
+}
+
+TEST_P(DeviceTest, SumOfSquaresKeepsNanAndInfinity) {
+  const auto stream = device_->NewStream("s");
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    std::vector<float> values(100, 1.0f);
+    values[37] = bad;
+    double sum = 0;
+    device_->SumOfSquares(*stream, F32(values.data(), 100), &sum);
+    ASSERT_TRUE(stream->Synchronize().ok());
+    EXPECT_FALSE(std::isfinite(sum));
+  }
+}
+
+TEST_P(DeviceTest, ClipScaleShrinksOnlyNormsAboveTheClip) {
+  const auto stream = device_->NewStream("s");
+  // Two ranks of stride 3 whose last two columns count: 9 + 16 + 0 + 0 = 5 squared.
+  const double stats[] = {99, 9, 16, 99, 0, 0};
+  float scale = 0;
+  const auto clip_to = [&](double clip) {
+    device_->ClipScale(*stream, stats + 1, 2, 3, 2, clip, &scale);
+    EXPECT_TRUE(stream->Synchronize().ok());
+    return scale;
+  };
+  EXPECT_FLOAT_EQ(clip_to(2.5), 2.5 / (5 + 1e-6));
+  EXPECT_EQ(clip_to(6), 1.0f);
+  EXPECT_EQ(clip_to(0), 1.0f);
+}
+
+TEST_P(DeviceTest, ClipScaleOfABrokenNormIsNotFinite) {
+  const auto stream = device_->NewStream("s");
+  const double stats[] = {1, std::numeric_limits<double>::infinity()};
+  float scale = 0;
+  device_->ClipScale(*stream, stats, 2, 1, 1, 1, &scale);
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_FALSE(std::isfinite(scale));
+}
+
+TEST_P(DeviceTest, AllocatedMemoryIsZeroAndAligned) {
+  for (const int64_t bytes : {1, 100, 5 << 20}) {
+    const auto data = device_->Allocate(bytes);
+    ASSERT_TRUE(data.ok());
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(*data) % 64, 0u);
+    const auto* begin = static_cast<const char*>(*data);
+    EXPECT_TRUE(std::all_of(begin, begin + bytes, [](char c) { return c == 0; }));
+    device_->Free(*data, bytes);
+  }
+}
+
+TEST_P(DeviceTest, AnImpossibleAllocationIsAnErrorThatNamesItsPurpose) {
+  Allocator allocator(device_.get());
+  const auto buffer = allocator.Allocate(MemoryPurpose::kGathered, int64_t{1} << 60);
+  EXPECT_EQ(buffer.status().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_NE(buffer.status().message().find("gathered"), absl::string_view::npos);
+}
+
+INSTANTIATE_TEST_SUITE_P(Threads, DeviceTest, testing::Values(1, 2, 3));
+
+TEST(Allocator, CountsCurrentAndPeakByPurpose) {
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  Allocator allocator(device.get());
+  Buffer kept = *allocator.Allocate(MemoryPurpose::kParameters, 100);
+  {
+    const Buffer a = *allocator.Allocate(MemoryPurpose::kGathered, 1000);
+    const Buffer b = *allocator.Allocate(MemoryPurpose::kGathered, 500);
+    EXPECT_EQ(allocator.current()[MemoryPurpose::kGathered], 1500);
+  }
+  const Buffer c = *allocator.Allocate(MemoryPurpose::kGathered, 700);
+  EXPECT_EQ(allocator.current()[MemoryPurpose::kGathered], 700);
+  EXPECT_EQ(allocator.peak()[MemoryPurpose::kGathered], 1500);
+  EXPECT_EQ(allocator.peak().total(), 1600);
+  const Buffer moved = std::move(kept);
+  EXPECT_EQ(allocator.current()[MemoryPurpose::kParameters], 100);
+  EXPECT_EQ(allocator.Allocate(MemoryPurpose::kOptimizer, 0)->data(), nullptr);
+}
+
+TEST(Allocator, PlanModeCountsWithoutMemory) {
+  Allocator allocator = Allocator::ForPlan();
+  {
+    const Buffer buffer = *allocator.Allocate(MemoryPurpose::kOptimizer, int64_t{1} << 60);
+    EXPECT_EQ(buffer.data(), nullptr);
+    EXPECT_EQ(buffer.bytes(), int64_t{1} << 60);
+  }
+  EXPECT_EQ(allocator.current().total(), 0);
+  EXPECT_EQ(allocator.peak()[MemoryPurpose::kOptimizer], int64_t{1} << 60);
+}
+
+}  // namespace
+}  // namespace dim0

@@ -1,0 +1,196 @@
+// The sharding engine of one rank. It owns the rank's shards and streams and decides when each unit
+// is gathered, computed, reduced and updated. One training step reads, per unit:
+//
+//   forward    wait for the all-gather (issued `prefetch` units ahead), compute, reshard
+//   backward   the same in reverse, then reduce-scatter the unit's gradient and free it
+//   update     as each reduce-scatter lands, or after all of them when clipping needs the global
+//   norm
+//
+// Everything is enqueued; the host blocks once a step, where the loss and the norm are read. All
+// memory is allocated by Create, so the plan is the peak:
+//   gathered       `prefetch` + 1 slots of the largest unit, and a buffer for each unit that stays
+//                  (those that serve several stages; all of them without reshard_after_forward)
+//   communication  2 slots for unsharded gradients (one filling, one being reduced) and a buffer
+//   for
+//                  each unit that serves several stages; with sync_every_micro_batch off, a buffer
+//                  for every unit, since gradients then accumulate unsharded
+#ifndef DIM0_RUNTIME_ENGINE_H_
+#define DIM0_RUNTIME_ENGINE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "collectives/process_group.h"
+#include "runtime/allocator.h"
+#include "runtime/device.h"
+#include "runtime/model.h"
+#include "runtime/optimizer.h"
+#include "runtime/parameter.h"
+#include "runtime/unit.h"
+
+namespace dim0 {
+
+struct EngineOptions {
+  // Free a unit's gathered parameters after its forward and gather them again for backward.
+  bool reshard_after_forward = true;
+  // How many all-gathers may be in flight beyond the unit being computed.
+  int prefetch = 1;
+  // Reduce-scatter after every micro-batch, accumulating in the shard; otherwise accumulate
+  // unsharded and reduce once a step.
+  bool sync_every_micro_batch = true;
+  // Largest global gradient norm; 0 for no clipping (the norm is still measured).
+  double clip = 0;
+};
+
+struct StepResult {
+  double loss = 0;           // mean over all ranks' tokens
+  double gradient_norm = 0;  // global, before clipping
+  bool stop = false;         // some rank asked to stop
+  // From the first stage's parameters being there to the end of the last backward.
+  absl::Duration forward_backward;
+};
+
+class Engine {
+ public:
+  // Collaborators are the caller's and outlive the engine. With an allocator in plan mode the
+  // memory is counted and nothing else may be called. `optimizer` may be null for an engine that
+  // only evaluates. Does not communicate.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options, Model& model,
+                                                        ProcessGroup& group, Device& device,
+                                                        Allocator& allocator, Optimizer* optimizer);
+  ~Engine();
+
+  const ParameterTable& table() const { return table_; }
+  // This rank's shards; read them only after Synchronize.
+  const Unit& unit(int index) const { return units_[index].unit; }
+
+  // Compares the plan of all ranks and fails, naming the ranks that differ. Then fills the shards:
+  // element i of parameter p is a function of (seed, p, i) alone.
+  absl::Status Start(uint64_t seed);
+
+  // One optimizer step over this rank's micro-batches. Gradients are of the mean loss over
+  // `global_tokens` tokens. `stop` is this rank's wish to stop after this step; the result says
+  // whether any rank had it. A loss or gradient that is not finite is an error that names the rank,
+  // unit and parameter; with clipping on, no parameter has changed by then. After an error the
+  // engine is dead and the other ranks have been told.
+  absl::StatusOr<StepResult> TrainStep(absl::Span<const Batch> micro_batches, int64_t global_tokens,
+                                       const StepParams& params, bool stop);
+
+  // Sum of the losses of all ranks' tokens that count, without gradients. Every rank must pass the
+  // same number of batches.
+  absl::StatusOr<double> Evaluate(absl::Span<const Batch> batches);
+
+  // Collects one parameter, whole, on rank 0, where `whole` (float32, its size) is filled; other
+  // ranks pass an empty span.
+  absl::Status GatherToRankZero(int parameter, absl::Span<float> whole);
+
+  // Every rank's bytes, of equal size, in rank order: the runtime's small talk. Blocks.
+  absl::StatusOr<std::vector<std::string>> Exchange(const std::string& mine);
+
+  // Waits for everything enqueued; the optimizer's work included.
+  absl::Status Synchronize();
+
+ private:
+  // Where a unit's whole parameters or gradients lie: views into a buffer, in unit order.
+  using Views = std::vector<Tensor>;
+
+  // A buffer used by one unit after another. `free` is the point from which it may be filled again.
+  struct Slot {
+    Buffer buffer;
+    Event free;
+  };
+
+  // An all-gather in flight or done. A unit may have two: the last block's forward copy is still in
+  // use when its copy for backward is prefetched.
+  struct Gathered {
+    Slot* slot = nullptr;
+    Event ready;
+  };
+
+  struct UnitState {
+    Unit unit;                                 // shards
+    std::vector<std::vector<int64_t>> counts;  // per parameter, elements of each rank
+    int first_stage = 0;                       // forward stages [first, last] use it
+    int last_stage = 0;
+    bool several_stages = false;
+    bool stays = false;        // keeps its gathered buffer from forward to backward
+    Slot own_gathered;         // used if `stays`
+    Slot own_gradient;         // used if it does not share the gradient slots
+    Slot* gathered = nullptr;  // where compute finds it; null when resharded
+    Slot* gradient = nullptr;
+  };
+
+  Engine(const EngineOptions& options, Model& model, ProcessGroup& group, Device& device,
+         Allocator& allocator, Optimizer* optimizer);
+  absl::Status Allocate();
+  absl::Status OpenChannels();
+  Views ViewsOf(const UnitState& state, const Slot& slot) const;
+
+  // One pass over the stages: forward, and backward if `training`.
+  void RunMicroBatch(const Batch& batch, bool training, bool first, bool last, float gradient_scale,
+                     const std::function<void(UnitState&)>& reduced);
+  // Issues all-gathers in visiting order up to `limit` of them in this micro-batch.
+  void IssueGathers(int limit);
+  Gathered Gather(UnitState& state);
+  // Makes compute wait for the unit; with `gathers_here` for the next all-gather in order.
+  void Unshard(UnitState& state, bool gathers_here);
+  void Reshard(UnitState& state);
+  void AcquireGradient(UnitState& state);
+  void ReduceScatter(UnitState& state, bool accumulate);
+  void MeasureGradient(UnitState& state);
+  // Fails the other ranks too, so that none waits for this one.
+  absl::Status Fail(absl::Status status);
+  absl::Status CheckFinite(absl::Span<const double> all_stats) const;
+
+  const EngineOptions options_;
+  Model& model_;
+  ProcessGroup& group_;
+  Device& device_;
+  Allocator& allocator_;
+  Optimizer* const optimizer_;
+  const ParameterTable table_;
+  std::vector<int> update_order_;
+
+  std::vector<UnitState> units_;
+  Buffer shard_values_;
+  Buffer shard_gradients_;
+  std::vector<Slot> gathered_slots_;
+  std::vector<Slot> gradient_slots_;
+  int next_gathered_slot_ = 0;
+  int next_gradient_slot_ = 0;
+
+  // A step's figures, float64 on the device, exchanged by all ranks at its end: loss sum, stop,
+  // then each parameter's gradient sum of squares over this rank's rows.
+  static constexpr int kLoss = 0;
+  static constexpr int kStop = 1;
+  static constexpr int kSquares = 2;
+  int64_t stats_size_ = 0;
+  Buffer stats_;           // [stats_size_]
+  Buffer all_stats_;       // [world size, stats_size_]
+  Buffer gradient_scale_;  // float [1]
+  double stop_wish_ = 0;   // host
+
+  // The order of a micro-batch's all-gathers, and how far it has come.
+  std::vector<int> gather_order_;   // units
+  std::vector<Gathered> gathered_;  // those issued
+  int gathers_used_ = 0;
+
+  std::unique_ptr<Communicator> parameter_channel_;
+  std::unique_ptr<Communicator> gradient_channel_;
+  std::unique_ptr<Communicator> control_channel_;
+  // Declared last: their destructors run what is queued, which uses all of the above.
+  std::unique_ptr<Stream> compute_;
+  std::unique_ptr<Stream> all_gather_;
+  std::unique_ptr<Stream> reduce_scatter_;
+};
+
+}  // namespace dim0
+
+#endif  // DIM0_RUNTIME_ENGINE_H_

@@ -1,0 +1,37 @@
+// The files of a run folder.
+#ifndef DIM0_RUNTIME_RUN_FILES_H_
+#define DIM0_RUNTIME_RUN_FILES_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace dim0 {
+
+// Makes `run_dir` if need be, and moves what an earlier run left there to run_dir/previous-N with
+// the first free N. Returns where it went, or "".
+absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir);
+
+// Appends lines, each with one write, so that the file ends in a whole line whenever the process
+// ends.
+class JsonLinesFile {
+ public:
+  static absl::StatusOr<JsonLinesFile> Create(const std::string& path);
+  ~JsonLinesFile();
+  JsonLinesFile(JsonLinesFile&& other) noexcept;
+  JsonLinesFile& operator=(JsonLinesFile&&) = delete;
+
+  // `json` without line ends. A full disk is an error; a line that did not fit is taken back.
+  absl::Status Append(absl::string_view json);
+
+ private:
+  JsonLinesFile(std::string path, int fd) : path_(std::move(path)), fd_(fd) {}
+  std::string path_;
+  int fd_ = -1;
+};
+
+}  // namespace dim0
+
+#endif  // DIM0_RUNTIME_RUN_FILES_H_

@@ -1,0 +1,96 @@
+#include "runtime/run_files.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+namespace dim0 {
+namespace {
+
+namespace fs = std::filesystem;
+
+std::string Fresh(const std::string& name) {
+  const fs::path path = fs::path(testing::TempDir()) / name;
+  fs::remove_all(path);
+  return path.string();
+}
+
+std::string Contents(const std::string& path) {
+  std::ostringstream text;
+  text << std::ifstream(path).rdbuf();
+  return text.str();
+}
+
+TEST(PrepareRunDir, MakesTheFolderAndThoseAboveIt) {
+  const std::string dir = Fresh("new_run") + "/a/b";
+  EXPECT_EQ(*PrepareRunDir(dir), "");
+  EXPECT_TRUE(fs::is_directory(dir));
+}
+
+TEST(PrepareRunDir, MovesAnEarlierRunAsideEachTime) {
+  const std::string dir = Fresh("old_run");
+  for (int i = 1; i <= 3; ++i) {
+    ASSERT_TRUE(PrepareRunDir(dir).ok());
+    std::ofstream(dir + "/metrics.jsonl") << "run " << i;
+  }
+  EXPECT_EQ(Contents(dir + "/previous-1/metrics.jsonl"), "run 1");
+  EXPECT_EQ(Contents(dir + "/previous-2/metrics.jsonl"), "run 2");
+  EXPECT_EQ(Contents(dir + "/metrics.jsonl"), "run 3");
+}
+
+TEST(PrepareRunDir, LeavesForeignFilesWhereTheyAre) {
+  const std::string dir = Fresh("foreign");
+  ASSERT_TRUE(PrepareRunDir(dir).ok());
+  std::ofstream(dir + "/notes.txt") << "mine";
+  EXPECT_EQ(*PrepareRunDir(dir), "");
+  EXPECT_EQ(Contents(dir + "/notes.txt"), "mine");
+}
+
+TEST(PrepareRunDir, AFileInTheWayIsAnErrorThatNamesIt) {
+  const std::string path = Fresh("in_the_way");
+  std::ofstream(path) << "x";
+  const auto result = PrepareRunDir(path + "/run");
+  ASSERT_FALSE(result.ok());
+  EXPECT_NE(result.status().message().find(path), absl::string_view::npos);
+}
+
+TEST(JsonLinesFile, EveryLineIsInTheFileAsSoonAsItIsAppended) {
+  const std::string path = Fresh("lines.jsonl");
+  JsonLinesFile file = *JsonLinesFile::Create(path);
+  ASSERT_TRUE(file.Append("{\"a\":1}").ok());
+  EXPECT_EQ(Contents(path), "{\"a\":1}\n");
+  ASSERT_TRUE(file.Append("{\"a\":2}").ok());
+  EXPECT_EQ(Contents(path), "{\"a\":1}\n{\"a\":2}\n");
+}
+
+TEST(JsonLinesFile, RefusesToOverwriteAndToWriteNowhere) {
+  const std::string path = Fresh("exists.jsonl");
+  std::ofstream(path) << "x";
+  EXPECT_FALSE(JsonLinesFile::Create(path).ok());
+  EXPECT_EQ(Contents(path), "x");
+  EXPECT_FALSE(JsonLinesFile::Create("/nonexistent/file").ok());
+}
+
+TEST(JsonLinesFile, ALineThatDoesNotFitIsTakenBack) {
+  // A file-size limit stands for a full disk: the kernel writes what fits, then refuses.
+  const std::string path = Fresh("limited.jsonl");
+  JsonLinesFile file = *JsonLinesFile::Create(path);
+  ASSERT_TRUE(file.Append("first").ok());
+  std::signal(SIGXFSZ, SIG_IGN);
+  struct rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const struct rlimit small = {10, before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status = file.Append("a line that is too long");
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_FALSE(status.ok());
+  EXPECT_NE(status.message().find(path), absl::string_view::npos);
+  EXPECT_EQ(Contents(path), "first\n");
+}
+
+}  // namespace
+}  // namespace dim0

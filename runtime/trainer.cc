@@ -1,0 +1,458 @@
+#include "runtime/trainer.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <thread>
+#include <type_traits>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "nlohmann/json.hpp"
+#include "runtime/check.h"
+#include "runtime/run_files.h"
+#include "runtime/safetensors.h"
+#include "spdlog/spdlog.h"
+
+namespace dim0 {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr absl::Duration kMatMulMeasurement = absl::Milliseconds(500);
+
+// What ranks tell each other: plain structs, exchanged as bytes.
+template <typename T>
+absl::StatusOr<std::vector<T>> ExchangeStruct(Engine& engine, const T& mine) {
+  static_assert(std::is_trivially_copyable_v<T>);
+  DIM0_ASSIGN_OR_RETURN(
+      const std::vector<std::string> all,
+      engine.Exchange(std::string(reinterpret_cast<const char*>(&mine), sizeof(T))));
+  std::vector<T> structs(all.size());
+  for (size_t i = 0; i < all.size(); ++i) std::memcpy(&structs[i], all[i].data(), sizeof(T));
+  return structs;
+}
+
+struct BytesSent {
+  int64_t parameter = 0, gradient = 0, optimizer = 0;
+};
+
+BytesSent Sent(const ByteLedger& ledger) {
+  return {ledger.bytes(Purpose::kParameter), ledger.bytes(Purpose::kGradient),
+          ledger.bytes(Purpose::kOptimizer)};
+}
+
+// Token buffers of micro-batches; they stay while the work that reads them is in flight.
+class BatchBuffers {
+ public:
+  BatchBuffers(int64_t count, int64_t sequences, int64_t seq_len)
+      : sequences_(sequences), seq_len_(seq_len) {
+    tokens_.resize(count, std::vector<int32_t>(sequences * seq_len));
+    targets_ = tokens_;
+    for (int64_t i = 0; i < count; ++i) {
+      batches_.push_back({sequences, seq_len, tokens_[i].data(), targets_[i].data()});
+    }
+  }
+  absl::Span<int32_t> tokens(int64_t batch, int64_t sequence) {
+    return absl::MakeSpan(tokens_[batch]).subspan(sequence * seq_len_, seq_len_);
+  }
+  absl::Span<int32_t> targets(int64_t batch, int64_t sequence) {
+    return absl::MakeSpan(targets_[batch]).subspan(sequence * seq_len_, seq_len_);
+  }
+  absl::Span<const Batch> batches() const { return batches_; }
+
+ private:
+  const int64_t sequences_, seq_len_;
+  std::vector<std::vector<int32_t>> tokens_, targets_;
+  std::vector<Batch> batches_;
+};
+
+// One rank's run. Rank 0 also writes the logs and the files.
+class RankRun {
+ public:
+  RankRun(const TrainerOptions& options, const Workload& workload, const Dataset& dataset,
+          ProcessGroup& group)
+      : options_(options),
+        workload_(workload),
+        dataset_(dataset),
+        group_(group),
+        train_batches_(options.grad_accum, options.batch, options.seq_len) {
+    FillValidation();
+  }
+
+  // The summary is rank 0's affair; the other ranks return an empty one.
+  absl::StatusOr<TrainingSummary> Run() {
+    DIM0_RETURN_IF_ERROR(SetUp());
+    if (leads()) {
+      DIM0_ASSIGN_OR_RETURN(JsonLinesFile file,
+                            JsonLinesFile::Create(options_.run_dir + "/metrics.jsonl"));
+      metrics_.emplace(std::move(file));
+    }
+    clock_ = absl::Now();
+    for (int64_t step = 1; step <= options_.steps && !stopped_; ++step) {
+      DIM0_RETURN_IF_ERROR(Step(step));
+      const bool due = options_.val_every > 0 && step % options_.val_every == 0;
+      if ((due || step == options_.steps) && !stopped_) DIM0_RETURN_IF_ERROR(Validate(step));
+    }
+    return Finish();
+  }
+
+ private:
+  bool leads() const { return group_.rank() == 0; }
+
+  absl::Status SetUp() {
+    DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank));
+    allocator_.emplace(device_.get());
+    DIM0_ASSIGN_OR_RETURN(model_, workload_.make_model(*device_));
+    DIM0_ASSIGN_OR_RETURN(optimizer_, workload_.make_optimizer(*device_, group_));
+    DIM0_RETURN_IF_ERROR(
+        model_->Allocate(*allocator_, options_.batch, options_.seq_len, /*training=*/true));
+    DIM0_ASSIGN_OR_RETURN(engine_, Engine::Create(options_.engine, *model_, group_, *device_,
+                                                  *allocator_, optimizer_.get()));
+    DIM0_RETURN_IF_ERROR(engine_->Start(options_.seed));
+    // All ranks measure at once: they will compute at once.
+    DIM0_ASSIGN_OR_RETURN(const std::vector<double> rates,
+                          ExchangeStruct(*engine_, device_->MeasureMatMulRate(kMatMulMeasurement)));
+    matmul_rate_ = std::accumulate(rates.begin(), rates.end(), 0.0);
+    if (leads()) spdlog::info("SGEMM rate {:.1f} GFLOP/s over all ranks", matmul_rate_ * 1e-9);
+    return absl::OkStatus();
+  }
+
+  int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
+  double FlopsFraction(double seconds) const {
+    return tokens_per_step() * model_->FlopsPerToken(options_.seq_len) / seconds / matmul_rate_;
+  }
+
+  absl::Status Step(int64_t step) {
+    int64_t index = (step - 1) * options_.sequences_per_step() + group_.rank() * options_.batch;
+    for (int64_t micro = 0; micro < options_.grad_accum; ++micro) {
+      for (int64_t b = 0; b < options_.batch; ++b) {
+        dataset_.TrainSequence(index + b, train_batches_.tokens(micro, b),
+                               train_batches_.targets(micro, b));
+      }
+      index += options_.ranks * options_.batch;
+    }
+    const double factor = workload_.lr_factor(step);
+    const bool stop = options_.stop != nullptr && options_.stop->load();
+    absl::StatusOr<StepResult> result = engine_->TrainStep(
+        train_batches_.batches(), tokens_per_step(), {.step = step, .lr_scale = factor}, stop);
+    if (!result.ok()) {
+      return absl::Status(result.status().code(),
+                          absl::StrCat("step ", step, ": ", result.status().message()));
+    }
+    stopped_ = result->stop;
+    steps_done_ = step;
+    final_loss_ = result->loss;
+    // The last step's update has no next step to be counted in.
+    if (stopped_ || step == options_.steps) DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+
+    const absl::Time now = absl::Now();
+    const double seconds = absl::ToDoubleSeconds(now - clock_);
+    clock_ = now;
+    step_seconds_.push_back(seconds);
+    forward_backward_seconds_.push_back(absl::ToDoubleSeconds(result->forward_backward));
+    return leads() ? Log(step, *result, seconds, workload_.lr * factor) : absl::OkStatus();
+  }
+
+  absl::Status Log(int64_t step, const StepResult& result, double seconds, double lr) {
+    const double tokens_per_second = tokens_per_step() / seconds;
+    const double fraction = FlopsFraction(seconds);
+    DIM0_RETURN_IF_ERROR(metrics_->Append(Json{
+        {"step", step},
+        {"loss", result.loss},
+        {"grad_norm", result.gradient_norm},
+        {"lr", lr},
+        {"step_ms", seconds * 1e3},
+        {"tokens_per_s", tokens_per_second},
+        {"flops_fraction", fraction}}.dump()));
+    if (step % options_.log_every == 0 || step == 1 || step == options_.steps || result.stop) {
+      spdlog::info(
+          "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  lr {:.2e}  {:.0f} ms  {:.0f} tokens/s  "
+          "{:.2f} of SGEMM",
+          step, absl::StrCat(options_.steps).size(), options_.steps, result.loss,
+          result.gradient_norm, lr, seconds * 1e3, tokens_per_second, fraction);
+    }
+    return absl::OkStatus();
+  }
+
+  // The same sequences for any number of ranks; batches are filled up with targets that do not
+  // count.
+  void FillValidation() {
+    const int64_t sequences = std::min(dataset_.val_sequences(), options_.val_sequences);
+    const int64_t per_round = options_.ranks * options_.batch;
+    const int64_t rounds = (sequences + per_round - 1) / per_round;
+    val_batches_.emplace(rounds, options_.batch, options_.seq_len);
+    for (int64_t round = 0; round < rounds; ++round) {
+      for (int64_t b = 0; b < options_.batch; ++b) {
+        const int64_t index = round * per_round + group_.rank() * options_.batch + b;
+        const absl::Span<int32_t> targets = val_batches_->targets(round, b);
+        if (index < sequences) {
+          dataset_.ValSequence(index, val_batches_->tokens(round, b), targets);
+        } else {
+          std::fill(targets.begin(), targets.end(), -1);
+        }
+      }
+    }
+    val_tokens_ = sequences * options_.seq_len;
+  }
+
+  absl::Status Validate(int64_t step) {
+    if (val_tokens_ == 0) return absl::OkStatus();
+    // Validation's gathers are not a training step's bytes, nor its time a step's.
+    DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+    const BytesSent before = Sent(group_.ledger());
+    DIM0_ASSIGN_OR_RETURN(const double sum, engine_->Evaluate(val_batches_->batches()));
+    const BytesSent after = Sent(group_.ledger());
+    validation_bytes_.parameter += after.parameter - before.parameter;
+    val_loss_ = sum / val_tokens_;
+    clock_ = absl::Now();
+    if (!leads()) return absl::OkStatus();
+    spdlog::info("step {:>{}}/{}  validation loss {:.7f}", step,
+                 absl::StrCat(options_.steps).size(), options_.steps, val_loss_);
+    return metrics_->Append(Json{{"step", step}, {"val_loss", val_loss_}}.dump());
+  }
+
+  absl::StatusOr<TrainingSummary> Finish() {
+    DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+    struct Figures {
+      MemoryUse peak;
+      BytesSent sent;
+      int64_t newton_schulz_calls;
+    };
+    const BytesSent sent = Sent(group_.ledger());
+    DIM0_ASSIGN_OR_RETURN(
+        const std::vector<Figures> figures,
+        ExchangeStruct(*engine_, Figures{allocator_->peak(),
+                                         {sent.parameter - validation_bytes_.parameter,
+                                          sent.gradient, sent.optimizer},
+                                         optimizer_->newton_schulz_calls()}));
+    TrainingSummary summary;
+    summary.steps = steps_done_;
+    summary.stopped = stopped_;
+    summary.final_loss = final_loss_;
+    summary.val_loss = val_loss_;
+    BytesSent total;
+    int64_t newton_schulz_calls = 0;
+    for (const Figures& rank : figures) {
+      if (rank.peak.total() > summary.peak_memory.total()) summary.peak_memory = rank.peak;
+      total.parameter += rank.sent.parameter;
+      total.gradient += rank.sent.gradient;
+      total.optimizer += rank.sent.optimizer;
+      newton_schulz_calls += rank.newton_schulz_calls;
+    }
+    const int64_t shares = std::max<int64_t>(1, steps_done_) * options_.ranks;
+    const auto mean = [&](int64_t bytes) { return (bytes + shares / 2) / shares; };
+    summary.bytes_per_step = {{"parameter", mean(total.parameter)},
+                              {"gradient", mean(total.gradient)},
+                              {"optimizer", mean(total.optimizer)}};
+
+    // The weights first: a summary says that the run is complete.
+    DIM0_RETURN_IF_ERROR(SaveWeights());
+    if (leads()) {
+      DIM0_RETURN_IF_ERROR(WriteSummary(summary, newton_schulz_calls));
+    }
+    return summary;
+  }
+
+  absl::Status WriteSummary(const TrainingSummary& summary, int64_t newton_schulz_calls) {
+    Json peak;
+    for (int i = 0; i < kNumMemoryPurposes; ++i) {
+      peak[std::string(Name(static_cast<MemoryPurpose>(i)))] = summary.peak_memory.bytes[i];
+    }
+    // The first step pays for page faults and cold caches.
+    const auto mean_after_first = [](const std::vector<double>& values) {
+      const size_t skip = values.size() > 1 ? 1 : 0;
+      return std::accumulate(values.begin() + skip, values.end(), 0.0) /
+             std::max<size_t>(1, values.size() - skip);
+    };
+    const double step_seconds = mean_after_first(step_seconds_);
+    struct rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    const Json json = {
+        {"world_size", options_.ranks},
+        {"parameters", engine_->table().elements()},
+        {"steps", summary.steps},
+        {"final_loss", summary.final_loss},
+        {"val_loss", std::isfinite(summary.val_loss) ? Json(summary.val_loss) : Json()},
+        {"tokens_per_s", tokens_per_step() / step_seconds},
+        {"sgemm_gflops", matmul_rate_ * 1e-9},
+        {"flops_fraction", FlopsFraction(step_seconds)},
+        {"forward_backward_flops_fraction",
+         FlopsFraction(mean_after_first(forward_backward_seconds_))},
+        {"peak_memory_bytes", peak},
+        {"process_peak_bytes", usage.ru_maxrss * int64_t{1024}},
+        {"bytes_per_step",
+         {{"parameter", summary.bytes_per_step.at("parameter")},
+          {"gradient", summary.bytes_per_step.at("gradient")},
+          {"optimizer", summary.bytes_per_step.at("optimizer")}}},
+        {"ns_calls_per_step",
+         static_cast<double>(newton_schulz_calls) / std::max<int64_t>(1, summary.steps)}};
+    return WriteFileAtomically(options_.run_dir + "/summary.json", json.dump(2) + "\n");
+  }
+
+  // Parameter by parameter through rank 0, so that no rank holds the whole model.
+  absl::Status SaveWeights() {
+    const ParameterTable& table = engine_->table();
+    std::optional<SafetensorsWriter> writer;
+    if (leads()) {
+      std::vector<TensorDescription> tensors;
+      for (int id = 0; id < table.size(); ++id) {
+        const ParameterSpec& spec = table[id].spec;
+        TensorDescription tensor{spec.name, StoredType::kF32, {spec.rows, spec.cols}};
+        if (spec.role == ParameterRole::kVector) tensor.shape = {spec.rows};
+        if (Transposed(spec)) tensor.shape = {spec.cols, spec.rows};
+        tensors.push_back(std::move(tensor));
+      }
+      absl::StatusOr<SafetensorsWriter> created = SafetensorsWriter::Create(
+          options_.run_dir + "/model.safetensors", std::move(tensors), {{"format", "pt"}});
+      DIM0_RETURN_IF_ERROR(Lead(created.status()));
+      writer.emplace(*std::move(created));
+    }
+    std::vector<float> whole;
+    for (int id = 0; id < table.size(); ++id) {
+      const ParameterSpec& spec = table[id].spec;
+      if (leads()) whole.resize(spec.size());
+      DIM0_RETURN_IF_ERROR(engine_->GatherToRankZero(id, absl::MakeSpan(whole)));
+      if (!leads()) continue;
+      if (Transposed(spec)) whole = Transpose(whole, spec.rows, spec.cols);
+      DIM0_RETURN_IF_ERROR(Lead(writer->AppendFloats(spec.name, whole)));
+    }
+    if (!leads()) return absl::OkStatus();
+    DIM0_RETURN_IF_ERROR(writer->Commit());
+    for (const auto& [name, contents] : workload_.extra_files) {
+      DIM0_RETURN_IF_ERROR(WriteFileAtomically(options_.run_dir + "/" + name, contents));
+    }
+    return absl::OkStatus();
+  }
+
+  // An error on rank 0 alone must not leave the others waiting.
+  absl::Status Lead(absl::Status status) {
+    if (!status.ok()) group_.Abort(status);
+    return status;
+  }
+
+  bool Transposed(const ParameterSpec& spec) const {
+    return workload_.store_transposed && workload_.store_transposed(spec);
+  }
+
+  static std::vector<float> Transpose(const std::vector<float>& in, int64_t rows, int64_t cols) {
+    std::vector<float> out(in.size());
+    constexpr int64_t kBlock = 64;  // blocks that stay in cache both ways
+    for (int64_t r0 = 0; r0 < rows; r0 += kBlock) {
+      for (int64_t c0 = 0; c0 < cols; c0 += kBlock) {
+        for (int64_t r = r0; r < std::min(rows, r0 + kBlock); ++r) {
+          for (int64_t c = c0; c < std::min(cols, c0 + kBlock); ++c) {
+            out[c * rows + r] = in[r * cols + c];
+          }
+        }
+      }
+    }
+    return out;
+  }
+
+  const TrainerOptions& options_;
+  const Workload& workload_;
+  const Dataset& dataset_;
+  ProcessGroup& group_;
+  BatchBuffers train_batches_;
+  std::optional<BatchBuffers> val_batches_;
+  int64_t val_tokens_ = 0;
+
+  // In this order: the engine goes first, the device last.
+  std::unique_ptr<Device> device_;
+  std::optional<Allocator> allocator_;
+  std::unique_ptr<Model> model_;
+  std::unique_ptr<Optimizer> optimizer_;
+  std::unique_ptr<Engine> engine_;
+
+  std::optional<JsonLinesFile> metrics_;
+  double matmul_rate_ = 0;  // FLOP/s, all ranks
+  absl::Time clock_;        // when the last step or validation ended
+  int64_t steps_done_ = 0;
+  bool stopped_ = false;
+  double final_loss_ = 0;
+  double val_loss_ = std::numeric_limits<double>::quiet_NaN();
+  BytesSent validation_bytes_;
+  std::vector<double> step_seconds_;
+  std::vector<double> forward_backward_seconds_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<MemoryUse>> PlanMemory(const TrainerOptions& options,
+                                                  const Workload& workload) {
+  DIM0_ASSIGN_OR_RETURN(const auto groups, CreateThreadRanks(options.ranks, {}));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                        CreateDevice(options.backend, options.threads_per_rank));
+  std::vector<MemoryUse> plan;
+  for (const std::unique_ptr<ProcessGroup>& group : groups) {
+    Allocator allocator = Allocator::ForPlan();
+    DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Model> model, workload.make_model(*device));
+    DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Optimizer> optimizer,
+                          workload.make_optimizer(*device, *group));
+    DIM0_RETURN_IF_ERROR(
+        model->Allocate(allocator, options.batch, options.seq_len, /*training=*/true));
+    DIM0_RETURN_IF_ERROR(
+        Engine::Create(options.engine, *model, *group, *device, allocator, optimizer.get())
+            .status());
+    plan.push_back(allocator.peak());
+  }
+  return plan;
+}
+
+std::string MemoryTable(const std::vector<MemoryUse>& ranks) {
+  const MemoryUse& fullest = *std::max_element(
+      ranks.begin(), ranks.end(),
+      [](const MemoryUse& a, const MemoryUse& b) { return a.total() < b.total(); });
+  int64_t all = 0;
+  for (const MemoryUse& use : ranks) all += use.total();
+  std::string table;
+  const auto line = [&](absl::string_view name, int64_t bytes) {
+    absl::StrAppendFormat(&table, "  %-14s %10.1f MiB\n", name, bytes / 1048576.0);
+  };
+  for (int i = 0; i < kNumMemoryPurposes; ++i) {
+    line(Name(static_cast<MemoryPurpose>(i)), fullest.bytes[i]);
+  }
+  line("in all", fullest.total());
+  if (ranks.size() > 1) line(absl::StrCat(ranks.size(), " ranks"), all);
+  return table;
+}
+
+absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workload& workload,
+                                      const Dataset& dataset) {
+  DIM0_ASSIGN_OR_RETURN(const std::string previous, PrepareRunDir(options.run_dir));
+  if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
+  DIM0_ASSIGN_OR_RETURN(const auto groups,
+                        CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout}));
+
+  std::mutex mutex;
+  absl::Status first_error;  // by time: the others' errors follow from it
+  TrainingSummary summary;
+  std::vector<std::thread> threads;
+  for (const std::unique_ptr<ProcessGroup>& group : groups) {
+    threads.emplace_back([&, group = group.get()] {
+      RankRun run(options, workload, dataset, *group);
+      absl::StatusOr<TrainingSummary> result = run.Run();
+      std::lock_guard<std::mutex> lock(mutex);
+      if (!result.ok()) {
+        if (first_error.ok()) first_error = result.status();
+        group->Abort(result.status());
+      } else if (group->rank() == 0) {
+        summary = *result;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (!first_error.ok()) return first_error;
+  return summary;
+}
+
+}  // namespace dim0

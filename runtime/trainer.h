@@ -1,0 +1,99 @@
+// The training loop: ranks, steps, validation, logs and the files a run leaves.
+//
+// RUN_DIR/metrics.jsonl       one JSON object a line: {step, loss, grad_norm, lr, step_ms,
+// tokens_per_s,
+//                             flops_fraction} for each step, {step, val_loss} for each validation
+// RUN_DIR/summary.json        the run's figures, written when it ends
+// RUN_DIR/model.safetensors   the final weights, written when it ends
+// An earlier run's files in the same folder are moved to RUN_DIR/previous-N, never overwritten.
+#ifndef DIM0_RUNTIME_TRAINER_H_
+#define DIM0_RUNTIME_TRAINER_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "collectives/process_group.h"
+#include "runtime/allocator.h"
+#include "runtime/dataset.h"
+#include "runtime/device.h"
+#include "runtime/engine.h"
+#include "runtime/model.h"
+#include "runtime/optimizer.h"
+
+namespace dim0 {
+
+// What is trained. The runtime knows neither models nor optimizers; each rank makes its own of
+// both. What they are given outlives them.
+struct Workload {
+  std::function<absl::StatusOr<std::unique_ptr<Model>>(Device&)> make_model;
+  std::function<absl::StatusOr<std::unique_ptr<Optimizer>>(Device&, ProcessGroup&)> make_optimizer;
+  // The factor of every learning rate at a step counted from 1.
+  std::function<double(int64_t step)> lr_factor;
+  double lr = 0;  // what the factor multiplies, for the log
+
+  // The files of the final weights: how a parameter is stored (PyTorch's GPT-2 wants some
+  // transposed), further files to write beside (name -> contents), and the weights' file's
+  // metadata.
+  std::function<bool(const ParameterSpec&)> store_transposed;
+  std::map<std::string, std::string> extra_files;
+};
+
+struct TrainerOptions {
+  int ranks = 1;
+  int threads_per_rank = 1;
+  Backend backend = Backend::kCpu;
+  absl::Duration collective_timeout = absl::Minutes(10);
+  EngineOptions engine;
+
+  int64_t batch = 8;       // sequences per rank and micro-batch
+  int64_t grad_accum = 1;  // micro-batches per step
+  int64_t seq_len = 128;
+  int64_t steps = 100;
+  uint64_t seed = 0;
+  int64_t val_every = 0;       // steps between validations; 0: after the last step only
+  int64_t val_sequences = 64;  // at most; the same sequences whatever the number of ranks
+  int64_t log_every = 1;       // steps between lines on the terminal
+  std::string run_dir;
+
+  // Raised from outside (a signal handler, say) to end after the step in progress. May be null.
+  const std::atomic<bool>* stop = nullptr;
+
+  int64_t sequences_per_step() const { return ranks * batch * grad_accum; }
+};
+
+struct TrainingSummary {
+  int64_t steps = 0;  // done
+  bool stopped = false;
+  double final_loss = 0;
+  double val_loss = 0;  // NaN when nothing is held out
+  // Of this process, for the terminal: by purpose of the fullest rank; sent per step, mean over
+  // ranks.
+  MemoryUse peak_memory;
+  std::map<std::string, int64_t> bytes_per_step;
+};
+
+// Every rank's memory, by purpose: made by running the allocations of a run without allocating.
+absl::StatusOr<std::vector<MemoryUse>> PlanMemory(const TrainerOptions& options,
+                                                  const Workload& workload);
+
+// The table of PlanMemory or of measured peaks, for the terminal: the fullest rank's bytes by
+// purpose, and the sum over ranks.
+std::string MemoryTable(const std::vector<MemoryUse>& ranks);
+
+// Trains, with progress on the terminal. The caller has checked that the memory fits. Errors are
+// one line; after one, metrics.jsonl holds every finished step and no other file of this run
+// exists.
+absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workload& workload,
+                                      const Dataset& dataset);
+
+}  // namespace dim0
+
+#endif  // DIM0_RUNTIME_TRAINER_H_

@@ -1,0 +1,66 @@
+#!/usr/bin/env bash
+# From a fresh machine to a trained model: installs what is missing, builds, prepares a text, trains a small GPT-2 on
+# two ranks with RMNP for a minute or two, and lets it write.
+#
+# usage: tools/quickstart.sh [--data=FILE] [--steps=N]
+#   --data   a text file of at least 1 MB; by default the fortunes that the distribution ships
+#   --steps  optimizer steps (default 200)
+set -euo pipefail
+
+data=""
+steps=200
+for argument in "$@"; do
+  case "${argument}" in
+    --data=?*) data="$(realpath -- "${argument#*=}")" ;;
+    --steps=?*) steps="${argument#*=}" ;;
+    *)
+      sed -n '/^# usage/,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+      [[ "${argument}" == --help ]] && exit 0 || exit 2
+      ;;
+  esac
+done
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+readonly dir=runs/quickstart
+mkdir -p "${dir}"
+
+# Prints the text of Debian's fortunes, about 2.5 MB of English sayings with an empty line between them.
+print_fortunes() {
+  local files
+  # The links *.u8, the indices *.dat and the pictures made of letters are no text.
+  files="$(dpkg-query --listfiles fortunes fortunes-min |
+    awk '/\/fortunes\/[^.\/]+$/ && !/\/ascii-art$/' | LC_ALL=C sort)"
+  # Their separator is a line with a percent sign; a few hold backspaces and the like.
+  xargs cat -- <<<"${files}" | sed 's/^%$//' | LC_ALL=C tr -cd '\t\n -~'
+}
+
+if [[ -z "${data}" ]]; then
+  command -v dpkg-query >/dev/null || die "no Debian packages here to take a text from: give one with --data=FILE"
+  install_packages fortunes fortunes-min
+  data="${dir}/fortunes.txt"
+  print_fortunes >"${data}"
+fi
+[[ -f "${data}" && -r "${data}" ]] || die "--data=${data}: no such file, or not readable"
+size="$(wc -c <"${data}")"
+((size >= 1000000)) || die "--data=${data}: ${size} bytes are too few to learn from; give at least 1000000"
+
+echo "Building (several minutes the first time)"
+"${BAZEL}" build "--jobs=$(compile_jobs)" --show_progress_rate_limit=15 \
+  //tools:prepare //tools:train //tools:generate >"${dir}/build.log" 2>&1 ||
+  { tail -n 40 "${dir}/build.log" >&2; die "the build failed (all it said: ${dir}/build.log)"; }
+
+echo "Preparing ${data}"
+rm -rf "${dir}/tokens"
+bazel-bin/tools/prepare "--input=${data}" "--output_dir=${dir}/tokens"
+
+echo "Training ${steps} steps"
+bazel-bin/tools/train --layers=4 --width=256 --heads=4 --vocab=256 --seq_len=128 --batch=8 --ranks=2 \
+  --threads_per_rank=1 "--steps=${steps}" --optimizer=rmnp --warmup_steps=10 --schedule=cosine \
+  --val_every=50 --log_every=10 "--data=${dir}/tokens/*.bin" "--run_dir=${dir}/run"
+
+echo
+echo "A sample of what it writes:"
+bazel-bin/tools/generate "--run_dir=${dir}/run" --prompt="The " --tokens=300
+echo
+echo "Run folder: ${PWD}/${dir}/run (metrics.jsonl, summary.json, weights)"

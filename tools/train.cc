@@ -1,0 +1,350 @@
+// train: a GPT-2, sharded by rows over ranks, on a text or on token files.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <csignal>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/flags/flag.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "model/gpt2.h"
+#include "optim/factory.h"
+#include "optim/schedule.h"
+#include "runtime/check.h"
+#include "runtime/dataset.h"
+#include "runtime/trainer.h"
+#include "spdlog/sinks/stdout_sinks.h"
+#include "spdlog/spdlog.h"
+#include "tools/flags.h"
+
+ABSL_FLAG(std::string, model, "gpt2", "shape: gpt2, gpt2-medium, gpt2-large or gpt2-xl");
+ABSL_FLAG(int64_t, layers, 0, "number of blocks; 0: as --model says");
+ABSL_FLAG(int64_t, width, 0, "width of the residual stream; 0: as --model says");
+ABSL_FLAG(int64_t, heads, 0, "attention heads; 0: as --model says");
+ABSL_FLAG(int64_t, vocab, 0, "vocabulary; 0: as --model says");
+ABSL_FLAG(int64_t, positions, 0, "longest sequence; 0: 1024 or --seq_len, whichever is more");
+ABSL_FLAG(int64_t, seq_len, 256, "tokens of a sequence");
+ABSL_FLAG(int64_t, batch, 4, "sequences per rank and micro-batch");
+ABSL_FLAG(int64_t, grad_accum, 1, "micro-batches per step");
+ABSL_FLAG(bool, accum_sync, true,
+          "reduce-scatter after every micro-batch; otherwise gradients accumulate unsharded, which "
+          "saves communication and costs memory");
+ABSL_FLAG(int64_t, steps, 100, "optimizer steps");
+ABSL_FLAG(int, ranks, 1, "ranks, as threads of this process");
+ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
+ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon or rmnp");
+ABSL_FLAG(double, lr, 0,
+          "learning rate of AdamW, which under muon and rmnp updates what is no hidden matrix; 0: "
+          "6e-4 for adamw, 3e-3 for muon and rmnp");
+ABSL_FLAG(
+    double, matrix_lr, 0,
+    "learning rate of the hidden matrices under muon and rmnp; 0: 2e-2 for muon, 4e-3 for rmnp");
+ABSL_FLAG(double, weight_decay, 0.1, "AdamW's decoupled weight decay; norms and biases have none");
+ABSL_FLAG(double, matrix_weight_decay, 0,
+          "weight decay of the hidden matrices under muon and rmnp");
+ABSL_FLAG(double, beta1, 0.9, "AdamW's first decay rate");
+ABSL_FLAG(double, beta2, 0.95, "AdamW's second decay rate");
+ABSL_FLAG(std::string, muon_scale, "spectral",
+          "scale of Muon's update: spectral, match_rms or unit");
+ABSL_FLAG(int64_t, warmup_steps, 0, "steps over which learning rates rise from 0");
+ABSL_FLAG(std::string, schedule, "constant", "after warm-up: constant or cosine");
+ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0: no clipping");
+ABSL_FLAG(uint64_t, seed, 0, "seed of the weights and of the order of the data");
+ABSL_FLAG(std::string, data, "", "a text file (its bytes are the tokens) or a glob of .bin files");
+ABSL_FLAG(double, val_fraction, 0.05, "part of the data, at its end, held out for validation");
+ABSL_FLAG(int64_t, val_sequences, 64, "at most so many sequences are used for a validation");
+ABSL_FLAG(int64_t, val_every, 0, "steps between validations; 0: after the last step only");
+ABSL_FLAG(int64_t, log_every, 1, "steps between lines on the terminal");
+ABSL_FLAG(std::string, run_dir, "", "folder of the run; empty: runs/DATE-TIME-OPTIMIZER");
+ABSL_FLAG(bool, reshard_after_forward, true,
+          "free each block's gathered parameters after its forward and gather them again");
+ABSL_FLAG(int, prefetch, 1, "units gathered ahead of the one that computes");
+ABSL_FLAG(bool, recompute, false,
+          "keep only each block's input and run its forward again in backward");
+ABSL_FLAG(absl::Duration, collective_timeout, absl::Minutes(10),
+          "how long a rank waits for the others in one collective");
+
+namespace dim0 {
+namespace {
+
+std::atomic<bool> stop_requested = false;
+
+// The first signal ends the run after the step in progress, the second ends it at once.
+void HandleSignal(int signal) {
+  stop_requested.store(true);
+  std::signal(signal, SIG_DFL);
+}
+
+// All that the flags say.
+struct Setup {
+  Gpt2Config model;
+  OptimizerConfig optimizer;
+  Schedule schedule;
+  TrainerOptions trainer;
+  DatasetOptions data;
+  bool recompute = false;
+
+  Workload MakeWorkload() const {
+    Workload workload;
+    workload.make_model = [config = model, recompute = recompute](
+                              Device& device) -> absl::StatusOr<std::unique_ptr<Model>> {
+      return std::make_unique<Gpt2>(config, recompute, device);
+    };
+    workload.make_optimizer = [config = optimizer](Device& device, ProcessGroup& group) {
+      return CreateOptimizer(config, device, group);
+    };
+    workload.lr_factor = [schedule = schedule](int64_t step) { return schedule.Factor(step); };
+    workload.lr = optimizer.adamw.lr;
+    workload.store_transposed = Gpt2StoredTransposed;
+    workload.extra_files = {{"config.json", Gpt2ConfigJson(model)}};
+    return workload;
+  }
+};
+
+absl::Status AtLeast(absl::string_view flag, double value, double least) {
+  if (value >= least) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("--", flag, "=", value, " is too small; it must be ", least, " or more"));
+}
+
+absl::StatusOr<Setup> SetupFromFlags() {
+  Setup setup;
+  for (const auto& [flag, value, least] : std::vector<std::tuple<const char*, double, double>>{
+           {"ranks", absl::GetFlag(FLAGS_ranks), 1},
+           {"threads_per_rank", absl::GetFlag(FLAGS_threads_per_rank), 0},
+           {"layers", absl::GetFlag(FLAGS_layers), 0},
+           {"width", absl::GetFlag(FLAGS_width), 0},
+           {"heads", absl::GetFlag(FLAGS_heads), 0},
+           {"vocab", absl::GetFlag(FLAGS_vocab), 0},
+           {"positions", absl::GetFlag(FLAGS_positions), 0},
+           {"seq_len", absl::GetFlag(FLAGS_seq_len), 1},
+           {"batch", absl::GetFlag(FLAGS_batch), 1},
+           {"grad_accum", absl::GetFlag(FLAGS_grad_accum), 1},
+           {"steps", absl::GetFlag(FLAGS_steps), 1},
+           {"lr", absl::GetFlag(FLAGS_lr), 0},
+           {"matrix_lr", absl::GetFlag(FLAGS_matrix_lr), 0},
+           {"weight_decay", absl::GetFlag(FLAGS_weight_decay), 0},
+           {"matrix_weight_decay", absl::GetFlag(FLAGS_matrix_weight_decay), 0},
+           {"warmup_steps", absl::GetFlag(FLAGS_warmup_steps), 0},
+           {"clip", absl::GetFlag(FLAGS_clip), 0},
+           {"val_every", absl::GetFlag(FLAGS_val_every), 0},
+           {"val_sequences", absl::GetFlag(FLAGS_val_sequences), 0},
+           {"log_every", absl::GetFlag(FLAGS_log_every), 1},
+           {"prefetch", absl::GetFlag(FLAGS_prefetch), 0},
+           {"val_fraction", absl::GetFlag(FLAGS_val_fraction), 0}}) {
+    DIM0_RETURN_IF_ERROR(AtLeast(flag, value, least));
+  }
+  for (const auto& [flag, value] : std::vector<std::pair<const char*, double>>{
+           {"beta1", absl::GetFlag(FLAGS_beta1)},
+           {"beta2", absl::GetFlag(FLAGS_beta2)},
+           {"val_fraction", absl::GetFlag(FLAGS_val_fraction)}}) {
+    if (value >= 0 && value < 1) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, "=", value, " is out of range; it must be in [0, 1)"));
+  }
+  if (absl::GetFlag(FLAGS_collective_timeout) <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("--collective_timeout must be more than 0");
+  }
+  if (absl::GetFlag(FLAGS_data).empty()) {
+    return absl::InvalidArgumentError(
+        "--data is missing; name a text file or a glob of .bin token files");
+  }
+
+  DIM0_ASSIGN_OR_RETURN(setup.model, Gpt2Preset(absl::GetFlag(FLAGS_model)));
+  const auto replace = [](int64_t& target, int64_t value) {
+    if (value != 0) target = value;
+  };
+  const int64_t seq_len = absl::GetFlag(FLAGS_seq_len);
+  replace(setup.model.layers, absl::GetFlag(FLAGS_layers));
+  replace(setup.model.width, absl::GetFlag(FLAGS_width));
+  replace(setup.model.heads, absl::GetFlag(FLAGS_heads));
+  replace(setup.model.vocab, absl::GetFlag(FLAGS_vocab));
+  setup.model.positions = std::max(setup.model.positions, seq_len);
+  replace(setup.model.positions, absl::GetFlag(FLAGS_positions));
+  DIM0_RETURN_IF_ERROR(setup.model.Validate());
+  if (seq_len > setup.model.positions) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--seq_len=", seq_len, " is beyond --positions=", setup.model.positions));
+  }
+  setup.recompute = absl::GetFlag(FLAGS_recompute);
+
+  OptimizerConfig& optimizer = setup.optimizer;
+  optimizer.name = absl::GetFlag(FLAGS_optimizer);
+  DIM0_RETURN_IF_ERROR(CheckOptimizerName(optimizer.name));
+  const auto chosen = [](double flag, double otherwise) { return flag > 0 ? flag : otherwise; };
+  optimizer.adamw = {.lr = chosen(absl::GetFlag(FLAGS_lr), optimizer.name == "adamw" ? 6e-4 : 3e-3),
+                     .beta1 = absl::GetFlag(FLAGS_beta1),
+                     .beta2 = absl::GetFlag(FLAGS_beta2),
+                     .weight_decay = absl::GetFlag(FLAGS_weight_decay)};
+  optimizer.rmnp.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 4e-3);
+  optimizer.rmnp.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
+  optimizer.muon.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 2e-2);
+  optimizer.muon.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.scale, ParseUpdateScale(absl::GetFlag(FLAGS_muon_scale)));
+
+  DIM0_ASSIGN_OR_RETURN(setup.schedule.kind, ParseSchedule(absl::GetFlag(FLAGS_schedule)));
+  setup.schedule.warmup_steps = absl::GetFlag(FLAGS_warmup_steps);
+  setup.schedule.total_steps = absl::GetFlag(FLAGS_steps);
+
+  TrainerOptions& trainer = setup.trainer;
+  const int cores = std::max(1u, std::thread::hardware_concurrency());
+  trainer.ranks = absl::GetFlag(FLAGS_ranks);
+  trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
+  if (trainer.threads_per_rank == 0) trainer.threads_per_rank = std::max(1, cores / trainer.ranks);
+  if (int64_t{trainer.ranks} * trainer.threads_per_rank > cores) {
+    spdlog::warn("warning: {} ranks x {} threads share {} cores; steps will be slow", trainer.ranks,
+                 trainer.threads_per_rank, cores);
+  }
+  trainer.collective_timeout = absl::GetFlag(FLAGS_collective_timeout);
+  trainer.engine = {.reshard_after_forward = absl::GetFlag(FLAGS_reshard_after_forward),
+                    .prefetch = absl::GetFlag(FLAGS_prefetch),
+                    .sync_every_micro_batch = absl::GetFlag(FLAGS_accum_sync),
+                    .clip = absl::GetFlag(FLAGS_clip)};
+  trainer.batch = absl::GetFlag(FLAGS_batch);
+  trainer.grad_accum = absl::GetFlag(FLAGS_grad_accum);
+  trainer.seq_len = seq_len;
+  trainer.steps = absl::GetFlag(FLAGS_steps);
+  trainer.seed = absl::GetFlag(FLAGS_seed);
+  trainer.val_every = absl::GetFlag(FLAGS_val_every);
+  trainer.val_sequences = absl::GetFlag(FLAGS_val_sequences);
+  trainer.log_every = absl::GetFlag(FLAGS_log_every);
+  trainer.run_dir = absl::GetFlag(FLAGS_run_dir);
+  if (trainer.run_dir.empty()) {
+    trainer.run_dir =
+        absl::StrCat("runs/", absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()),
+                     "-", optimizer.name);
+  }
+  trainer.stop = &stop_requested;
+
+  setup.data = {.path = absl::GetFlag(FLAGS_data),
+                .vocabulary = setup.model.vocab,
+                .seq_len = seq_len,
+                .global_batch = trainer.sequences_per_step(),
+                .seed = trainer.seed,
+                .val_fraction = absl::GetFlag(FLAGS_val_fraction)};
+  return setup;
+}
+
+absl::StatusOr<int64_t> PlannedBytes(const Setup& setup) {
+  DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
+                        PlanMemory(setup.trainer, setup.MakeWorkload()));
+  int64_t bytes = 0;
+  for (const MemoryUse& rank : plan) bytes += rank.total();
+  return bytes;
+}
+
+// Prints the predicted memory; refuses a run that does not fit, with changes of flags that would
+// make it.
+absl::Status CheckMemory(const Setup& setup) {
+  DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
+                        PlanMemory(setup.trainer, setup.MakeWorkload()));
+  spdlog::info("predicted memory of the fullest rank:\n{}", MemoryTable(plan));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
+                        CreateDevice(setup.trainer.backend, 1));
+  DIM0_ASSIGN_OR_RETURN(const int64_t available, device->AvailableBytes());
+  DIM0_ASSIGN_OR_RETURN(const int64_t needed, PlannedBytes(setup));
+  if (needed <= available) return absl::OkStatus();
+
+  // Each change alone, then all of them.
+  using Change = std::pair<const char*, void (*)(Setup&)>;
+  const std::vector<Change> changes = {
+      {"--recompute", [](Setup& s) { s.recompute = true; }},
+      {"--batch=1", [](Setup& s) { s.trainer.batch = 1; }},
+      {"--prefetch=0", [](Setup& s) { s.trainer.engine.prefetch = 0; }},
+      {"--accum_sync", [](Setup& s) { s.trainer.engine.sync_every_micro_batch = true; }},
+      {"--reshard_after_forward", [](Setup& s) { s.trainer.engine.reshard_after_forward = true; }},
+      {"--optimizer=rmnp", [](Setup& s) { s.optimizer.name = "rmnp"; }}};
+  std::vector<std::string> fitting;
+  Setup all = setup;
+  std::vector<std::string> all_flags;
+  for (const auto& [flag, change] : changes) {
+    Setup changed = setup;
+    change(changed);
+    change(all);
+    DIM0_ASSIGN_OR_RETURN(const int64_t bytes, PlannedBytes(changed));
+    if (bytes < needed) all_flags.push_back(flag);
+    if (bytes <= available) fitting.push_back(flag);
+  }
+  DIM0_ASSIGN_OR_RETURN(const int64_t with_all, PlannedBytes(all));
+  std::string advice;
+  if (!fitting.empty()) {
+    advice = absl::StrCat("it would fit with ", absl::StrJoin(fitting, " or with "));
+  } else if (with_all <= available) {
+    advice = absl::StrCat("it would fit with ", absl::StrJoin(all_flags, " "), " together");
+  } else {
+    advice = "choose a smaller model (--layers, --width, --vocab)";
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrFormat("the run needs %.1f GiB in all and %.1f GiB are available; %s",
+                      needed / 1073741824.0, available / 1073741824.0, advice));
+}
+
+absl::StatusOr<TrainingSummary> Run(const Setup& setup) {
+  const Workload workload = setup.MakeWorkload();
+  DIM0_ASSIGN_OR_RETURN(const Dataset dataset, Dataset::Open(setup.data));
+  const ParameterTable table(Gpt2Units(setup.model));
+  spdlog::info("{} parameters, {} layers, width {}, {} heads, vocabulary {}", table.elements(),
+               setup.model.layers, setup.model.width, setup.model.heads, setup.model.vocab);
+  spdlog::info("{} tokens of data; {} sequences of {} tokens a step; {} ranks x {} threads; {}",
+               dataset.tokens(), setup.trainer.sequences_per_step(), setup.trainer.seq_len,
+               setup.trainer.ranks, setup.trainer.threads_per_rank, setup.optimizer.name);
+  DIM0_RETURN_IF_ERROR(CheckMemory(setup));
+  return Train(setup.trainer, workload, dataset);
+}
+
+void PrintSummary(const Setup& setup, const TrainingSummary& summary) {
+  if (std::isfinite(summary.val_loss)) {
+    spdlog::info("validation loss {:.4f}", summary.val_loss);
+  }
+  spdlog::info("peak memory of the fullest rank:\n{}", MemoryTable({summary.peak_memory}));
+  spdlog::info("bytes sent by each rank and step:");
+  for (const char* purpose : {"parameter", "gradient", "optimizer"}) {
+    spdlog::info("  {:<14} {:10.1f} MiB", purpose, summary.bytes_per_step.at(purpose) / 1048576.0);
+  }
+  spdlog::info("run folder: {}", setup.trainer.run_dir);
+}
+
+int Main(int argc, char** argv) {
+  spdlog::set_default_logger(spdlog::stdout_logger_mt("train"));
+  spdlog::set_pattern("%v");
+  spdlog::flush_on(spdlog::level::info);
+  if (const auto status = HandleCommandLine(
+          argc, argv,
+          "Trains a GPT-2 whose parameters, gradients and optimizer state are sharded by rows.\n"
+          "  train --model=gpt2 --ranks=2 --optimizer=rmnp --data=book.txt --run_dir=runs/first")) {
+    return *status;
+  }
+  const absl::StatusOr<Setup> setup = SetupFromFlags();
+  if (!setup.ok()) {
+    PrintError("train", setup.status().message());
+    return kExitUsage;
+  }
+  std::signal(SIGINT, HandleSignal);
+  std::signal(SIGTERM, HandleSignal);
+  const absl::StatusOr<TrainingSummary> summary = Run(*setup);
+  if (!summary.ok()) {
+    PrintError("train", summary.status().message());
+    return kExitFailure;
+  }
+  PrintSummary(*setup, *summary);
+  if (!summary->stopped) return kExitOk;
+  spdlog::info("stopped by a signal after step {}; weights and summary are those of that step",
+               summary->steps);
+  return kExitInterrupted;
+}
+
+}  // namespace
+}  // namespace dim0
+
+int main(int argc, char** argv) { return dim0::Main(argc, argv); }
