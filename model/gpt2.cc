@@ -75,8 +75,8 @@ absl::StatusOr<Gpt2Config> Gpt2Preset(absl::string_view name) {
 std::vector<UnitSpec> Gpt2Units(const Gpt2Config& config) {
   using Role = ParameterRole;
   const int64_t c = config.width;
-  const Init weight = Normal(0.02);
-  const Init into_residual = Normal(0.02 / std::sqrt(2.0 * config.layers));
+  const Init weight = Normal(config.init_stddev);
+  const Init into_residual = Normal(config.init_stddev / std::sqrt(2.0 * config.layers));
 
   std::vector<UnitSpec> units;
   units.push_back({"root",

@@ -25,7 +25,8 @@ struct Gpt2Config {
   int64_t width = 768;
   int64_t heads = 12;
   int64_t vocab = 50257;
-  int64_t positions = 1024;  // the longest sequence
+  int64_t positions = 1024;   // the longest sequence
+  double init_stddev = 0.02;  // of the weights at the start
 
   // Every count positive, width divisible by heads; the message names the flag to change.
   absl::Status Validate() const;

@@ -30,7 +30,9 @@ absl::Status PathError(absl::string_view what, absl::string_view path, absl::str
 }  // namespace
 
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
-  DIM0_RETURN_IF_ERROR(MakeDirectories(run_dir));
+  if (const absl::Status made = MakeDirectories(run_dir); !made.ok()) {
+    return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another --run_dir"));
+  }
   std::error_code error;
   std::vector<std::string> found;
   for (const char* name : kRunFiles) {

@@ -29,6 +29,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr absl::Duration kMatMulMeasurement = absl::Milliseconds(500);
 
+constexpr const char* kDivergenceAdvice = "; lower --lr or --matrix_lr, or set --clip";
+
 // What ranks tell each other: plain structs, exchanged as bytes.
 template <typename T>
 absl::StatusOr<std::vector<T>> ExchangeStruct(Engine& engine, const T& mine) {
@@ -145,8 +147,10 @@ class RankRun {
     absl::StatusOr<StepResult> result = engine_->TrainStep(
         train_batches_.batches(), tokens_per_step(), {.step = step, .lr_scale = factor}, stop);
     if (!result.ok()) {
-      return absl::Status(result.status().code(),
-                          absl::StrCat("step ", step, ": ", result.status().message()));
+      const absl::Status& status = result.status();
+      return absl::Status(status.code(),
+                          absl::StrCat("step ", step, ": ", status.message(),
+                                       absl::IsOutOfRange(status) ? kDivergenceAdvice : ""));
     }
     stopped_ = result->stop;
     steps_done_ = step;
@@ -213,6 +217,11 @@ class RankRun {
     const BytesSent after = Sent(group_.ledger());
     validation_bytes_.parameter += after.parameter - before.parameter;
     val_loss_ = sum / val_tokens_;
+    // The same on every rank. An update that spoils the weights shows here first.
+    if (!std::isfinite(val_loss_)) {
+      return absl::OutOfRangeError(
+          absl::StrCat("step ", step, ": the validation loss is ", val_loss_, kDivergenceAdvice));
+    }
     clock_ = absl::Now();
     if (!leads()) return absl::OkStatus();
     spdlog::info("step {:>{}}/{}  validation loss {:.7f}", step,

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/flags/flag.h"
@@ -99,8 +100,13 @@ absl::Status Generate(const std::vector<int32_t>& prompt) {
   int threads = absl::GetFlag(FLAGS_threads);
   if (threads == 0) threads = std::max(1u, std::thread::hardware_concurrency());
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(Backend::kCpu, threads));
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Gpt2Decoder> decoder,
-                        Gpt2Decoder::Load(absl::GetFlag(FLAGS_run_dir), *device));
+  absl::StatusOr<std::unique_ptr<Gpt2Decoder>> loaded =
+      Gpt2Decoder::Load(absl::GetFlag(FLAGS_run_dir), *device);
+  if (!loaded.ok()) {
+    return absl::Status(loaded.status().code(),
+                        absl::StrCat("--run_dir: ", loaded.status().message()));
+  }
+  const std::unique_ptr<Gpt2Decoder> decoder = *std::move(loaded);
   const bool bytes =
       decoder->config().vocab <= kByteVocabulary || absl::GetFlag(FLAGS_prompt_tokens).empty();
   // Bytes as text; other vocabularies, whose text we do not know, as numbers.

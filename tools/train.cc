@@ -34,6 +34,7 @@ ABSL_FLAG(int64_t, width, 0, "width of the residual stream; 0: as --model says")
 ABSL_FLAG(int64_t, heads, 0, "attention heads; 0: as --model says");
 ABSL_FLAG(int64_t, vocab, 0, "vocabulary; 0: as --model says");
 ABSL_FLAG(int64_t, positions, 0, "longest sequence; 0: 1024 or --seq_len, whichever is more");
+ABSL_FLAG(double, init_std, 0.02, "standard deviation of the weights at the start");
 ABSL_FLAG(int64_t, seq_len, 256, "tokens of a sequence");
 ABSL_FLAG(int64_t, batch, 4, "sequences per rank and micro-batch");
 ABSL_FLAG(int64_t, grad_accum, 1, "micro-batches per step");
@@ -81,9 +82,9 @@ namespace {
 std::atomic<bool> stop_requested = false;
 
 // The first signal ends the run after the step in progress, the second ends it at once.
-void HandleSignal(int signal) {
+void HandleSignal(int /*signal*/) {
   stop_requested.store(true);
-  std::signal(signal, SIG_DFL);
+  for (const int either : {SIGINT, SIGTERM}) std::signal(either, SIG_DFL);
 }
 
 // All that the flags say.
@@ -113,10 +114,13 @@ struct Setup {
 };
 
 absl::Status AtLeast(absl::string_view flag, double value, double least) {
-  if (value >= least) return absl::OkStatus();
+  if (value >= least && std::isfinite(value)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", value, " is too small; it must be ", least, " or more"));
+      absl::StrCat("--", flag, "=", value, " is out of range; it must be ", least, " or more"));
 }
+
+// What one process can start and schedule; beyond it the system's limits end the run half-way.
+constexpr int64_t kMostThreads = 1024;
 
 absl::StatusOr<Setup> SetupFromFlags() {
   Setup setup;
@@ -142,8 +146,24 @@ absl::StatusOr<Setup> SetupFromFlags() {
            {"val_sequences", absl::GetFlag(FLAGS_val_sequences), 0},
            {"log_every", absl::GetFlag(FLAGS_log_every), 1},
            {"prefetch", absl::GetFlag(FLAGS_prefetch), 0},
-           {"val_fraction", absl::GetFlag(FLAGS_val_fraction), 0}}) {
+           {"val_fraction", absl::GetFlag(FLAGS_val_fraction), 0},
+           {"init_std", absl::GetFlag(FLAGS_init_std), 0}}) {
     DIM0_RETURN_IF_ERROR(AtLeast(flag, value, least));
+  }
+  // Far beyond any run, and small enough that no count of bytes or tokens overflows.
+  for (const auto& [flag, value, most] : std::vector<std::tuple<const char*, int64_t, int64_t>>{
+           {"ranks", absl::GetFlag(FLAGS_ranks), kMostThreads},
+           {"threads_per_rank", absl::GetFlag(FLAGS_threads_per_rank), kMostThreads},
+           {"layers", absl::GetFlag(FLAGS_layers), 10'000},
+           {"width", absl::GetFlag(FLAGS_width), 1'000'000},
+           {"vocab", absl::GetFlag(FLAGS_vocab), 100'000'000},
+           {"positions", absl::GetFlag(FLAGS_positions), 100'000'000},
+           {"seq_len", absl::GetFlag(FLAGS_seq_len), 100'000'000},
+           {"batch", absl::GetFlag(FLAGS_batch), 1'000'000},
+           {"grad_accum", absl::GetFlag(FLAGS_grad_accum), 1'000'000}}) {
+    if (value <= most) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("--", flag, "=", value, " is out of range; it must be ", most, " or less"));
   }
   for (const auto& [flag, value] : std::vector<std::pair<const char*, double>>{
            {"beta1", absl::GetFlag(FLAGS_beta1)},
@@ -172,6 +192,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   replace(setup.model.vocab, absl::GetFlag(FLAGS_vocab));
   setup.model.positions = std::max(setup.model.positions, seq_len);
   replace(setup.model.positions, absl::GetFlag(FLAGS_positions));
+  setup.model.init_stddev = absl::GetFlag(FLAGS_init_std);
   DIM0_RETURN_IF_ERROR(setup.model.Validate());
   if (seq_len > setup.model.positions) {
     return absl::InvalidArgumentError(
@@ -202,7 +223,13 @@ absl::StatusOr<Setup> SetupFromFlags() {
   trainer.ranks = absl::GetFlag(FLAGS_ranks);
   trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
   if (trainer.threads_per_rank == 0) trainer.threads_per_rank = std::max(1, cores / trainer.ranks);
-  if (int64_t{trainer.ranks} * trainer.threads_per_rank > cores) {
+  const int64_t threads = int64_t{trainer.ranks} * trainer.threads_per_rank;
+  if (threads > kMostThreads) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--ranks=", trainer.ranks, " with --threads_per_rank=", trainer.threads_per_rank, " are ",
+        threads, " threads; choose at most ", kMostThreads, " together"));
+  }
+  if (threads > cores) {
     spdlog::warn("warning: {} ranks x {} threads share {} cores; steps will be slow", trainer.ranks,
                  trainer.threads_per_rank, cores);
   }
@@ -292,15 +319,19 @@ absl::Status CheckMemory(const Setup& setup) {
 
 absl::StatusOr<TrainingSummary> Run(const Setup& setup) {
   const Workload workload = setup.MakeWorkload();
-  DIM0_ASSIGN_OR_RETURN(const Dataset dataset, Dataset::Open(setup.data));
+  const absl::StatusOr<Dataset> dataset = Dataset::Open(setup.data);
+  if (!dataset.ok()) {
+    return absl::Status(dataset.status().code(),
+                        absl::StrCat("--data: ", dataset.status().message()));
+  }
   const ParameterTable table(Gpt2Units(setup.model));
   spdlog::info("{} parameters, {} layers, width {}, {} heads, vocabulary {}", table.elements(),
                setup.model.layers, setup.model.width, setup.model.heads, setup.model.vocab);
   spdlog::info("{} tokens of data; {} sequences of {} tokens a step; {} ranks x {} threads; {}",
-               dataset.tokens(), setup.trainer.sequences_per_step(), setup.trainer.seq_len,
+               dataset->tokens(), setup.trainer.sequences_per_step(), setup.trainer.seq_len,
                setup.trainer.ranks, setup.trainer.threads_per_rank, setup.optimizer.name);
   DIM0_RETURN_IF_ERROR(CheckMemory(setup));
-  return Train(setup.trainer, workload, dataset);
+  return Train(setup.trainer, workload, *dataset);
 }
 
 void PrintSummary(const Setup& setup, const TrainingSummary& summary) {

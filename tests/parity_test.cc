@@ -1,0 +1,291 @@
+// Training end to end: the same run at different world sizes, with every engine option, and twice;
+// and the figures that a run reports, against formulas.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "model/gpt2.h"
+#include "nlohmann/json.hpp"
+#include "optim/factory.h"
+#include "optim/schedule.h"
+#include "runtime/dataset.h"
+#include "runtime/safetensors.h"
+#include "runtime/trainer.h"
+#include "spdlog/spdlog.h"
+
+namespace dim0 {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// Width and vocabulary that no world size here divides, and vectors shorter than 8 ranks.
+constexpr Gpt2Config kModel = {.layers = 2, .width = 35, .heads = 5, .vocab = 101, .positions = 16};
+constexpr int64_t kSeqLen = 16;
+
+struct RunResult {
+  std::vector<double> losses, norms;
+  std::vector<double> val_losses;
+  json summary;
+  std::vector<float> weights;  // all, in file order
+};
+
+// Text whose next byte is predictable enough to learn from.
+std::string TextFile() {
+  const std::string path = testing::TempDir() + "/parity.txt";
+  std::ofstream file(path);
+  uint32_t state = 1;
+  for (int i = 0; i < 6000; ++i) {
+    state = state * 1664525 + 1013904223;
+    file << static_cast<char>('!' + (i * 7 + (state >> 29)) % 60);
+  }
+  return path;
+}
+
+struct Variant {
+  std::string optimizer = "adamw";
+  int ranks = 1;
+  int threads = 1;
+  int64_t batch = 12;
+  int64_t grad_accum = 1;
+  int64_t steps = 20;
+  int64_t val_every = 0;
+  EngineOptions engine = {.clip = 1.0};
+  bool recompute = false;
+};
+
+TrainerOptions OptionsOf(const Variant& v, const std::string& run_dir) {
+  TrainerOptions options;
+  options.ranks = v.ranks;
+  options.threads_per_rank = v.threads;
+  options.engine = v.engine;
+  options.batch = v.batch;
+  options.grad_accum = v.grad_accum;
+  options.seq_len = kSeqLen;
+  options.steps = v.steps;
+  options.seed = 7;
+  options.val_every = v.val_every;
+  options.val_sequences = 13;
+  options.run_dir = run_dir;
+  return options;
+}
+
+Workload WorkloadOf(const Variant& v) {
+  Workload workload;
+  workload.make_model = [v](Device& device) -> absl::StatusOr<std::unique_ptr<Model>> {
+    return std::make_unique<Gpt2>(kModel, v.recompute, device);
+  };
+  OptimizerConfig config{.name = v.optimizer};
+  config.adamw.lr = v.optimizer == "adamw" ? 6e-4 : 3e-3;
+  workload.make_optimizer = [config](Device& device, ProcessGroup& group) {
+    return CreateOptimizer(config, device, group);
+  };
+  workload.lr_factor = [](int64_t step) { return Schedule{.warmup_steps = 5}.Factor(step); };
+  workload.lr = config.adamw.lr;
+  workload.store_transposed = Gpt2StoredTransposed;
+  return workload;
+}
+
+RunResult TrainOnce(const Variant& v) {
+  spdlog::set_level(spdlog::level::warn);
+  static int number = 0;
+  const std::string run_dir = absl::StrCat(testing::TempDir(), "/parity_run_", ++number);
+  fs::remove_all(run_dir);
+  const TrainerOptions options = OptionsOf(v, run_dir);
+  const auto dataset = Dataset::Open({.path = TextFile(),
+                                      .vocabulary = kModel.vocab,
+                                      .seq_len = kSeqLen,
+                                      .global_batch = options.sequences_per_step(),
+                                      .seed = 7,
+                                      .val_fraction = 0.05});
+  EXPECT_TRUE(dataset.ok()) << dataset.status();
+  const auto result = Train(options, WorkloadOf(v), *dataset);
+  EXPECT_TRUE(result.ok()) << result.status();
+
+  RunResult run;
+  std::ifstream metrics(run_dir + "/metrics.jsonl");
+  for (std::string line; std::getline(metrics, line);) {
+    const json entry = json::parse(line);
+    if (entry.contains("val_loss")) {
+      run.val_losses.push_back(entry["val_loss"]);
+    } else {
+      run.losses.push_back(entry["loss"]);
+      run.norms.push_back(entry["grad_norm"]);
+    }
+  }
+  run.summary = json::parse(std::ifstream(run_dir + "/summary.json"));
+  const auto weights = SafetensorsFile::Open(run_dir + "/model.safetensors");
+  EXPECT_TRUE(weights.ok()) << weights.status();
+  for (const auto& tensor : weights->tensors()) {
+    std::vector<float> values(tensor.elements);
+    EXPECT_TRUE(weights->ReadFloats(tensor, 0, absl::MakeSpan(values)).ok());
+    run.weights.insert(run.weights.end(), values.begin(), values.end());
+  }
+  return run;
+}
+
+double LargestRelativeDifference(const std::vector<double>& a, const std::vector<double>& b) {
+  EXPECT_EQ(a.size(), b.size());
+  double largest = 0;
+  for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(a[i] / b[i] - 1));
+  return largest;
+}
+
+const std::map<std::string, double> kTolerance = {{"adamw", 1e-5}, {"rmnp", 1e-4}, {"muon", 1e-3}};
+
+class Parity : public testing::TestWithParam<std::string> {};
+INSTANTIATE_TEST_SUITE_P(Optimizers, Parity, testing::Values("adamw", "rmnp", "muon"),
+                         [](const auto& info) { return info.param; });
+
+TEST_P(Parity, LossesAreTheSameAt1To4RanksAndMore) {
+  const RunResult one = TrainOnce({.optimizer = GetParam()});
+  ASSERT_EQ(one.losses.size(), 20u);
+  EXPECT_LT(one.losses.back(), one.losses.front());
+  for (const int ranks : {2, 3, 4, 12}) {
+    const RunResult many =
+        TrainOnce({.optimizer = GetParam(), .ranks = ranks, .batch = 12 / ranks});
+    EXPECT_LT(LargestRelativeDifference(many.losses, one.losses), kTolerance.at(GetParam()))
+        << ranks;
+    EXPECT_LT(LargestRelativeDifference(many.val_losses, one.val_losses),
+              kTolerance.at(GetParam()));
+  }
+}
+
+TEST_P(Parity, TwoRunsAlikeAreBitIdentical) {
+  for (const int threads : {1, 2}) {
+    const Variant variant = {
+        .optimizer = GetParam(), .ranks = 3, .threads = threads, .batch = 4, .val_every = 6};
+    const RunResult first = TrainOnce(variant), second = TrainOnce(variant);
+    EXPECT_EQ(first.losses, second.losses);
+    EXPECT_EQ(first.norms, second.norms);
+    EXPECT_EQ(first.val_losses, second.val_losses);
+    EXPECT_EQ(first.weights, second.weights);
+    EXPECT_EQ(first.val_losses.size(), 4u);  // after 6, 12, 18 and 20
+  }
+}
+
+TEST_P(Parity, SchedulingOptionsDoNotChangeASingleBit) {
+  const Variant base = {.optimizer = GetParam(), .ranks = 2, .batch = 6, .steps = 8};
+  const RunResult expected = TrainOnce(base);
+  std::vector<Variant> variants(5, base);
+  variants[0].engine.reshard_after_forward = false;
+  variants[1].engine.prefetch = 0;
+  variants[2].engine.prefetch = 3;
+  variants[3].recompute = true;
+  variants[4].val_every = 3;
+  for (size_t i = 0; i < variants.size(); ++i) {
+    const RunResult run = TrainOnce(variants[i]);
+    EXPECT_EQ(run.losses, expected.losses) << "variant " << i;
+    EXPECT_EQ(run.weights, expected.weights) << "variant " << i;
+  }
+}
+
+TEST_P(Parity, AccumulatedMicroBatchesMakeTheSameStep) {
+  const RunResult whole = TrainOnce({.optimizer = GetParam(), .ranks = 2, .batch = 6});
+  for (const bool sync : {true, false}) {
+    const RunResult parts = TrainOnce({.optimizer = GetParam(),
+                                       .ranks = 2,
+                                       .batch = 2,
+                                       .grad_accum = 3,
+                                       .engine = {.sync_every_micro_batch = sync, .clip = 1.0}});
+    EXPECT_LT(LargestRelativeDifference(parts.losses, whole.losses), kTolerance.at(GetParam()));
+  }
+}
+
+TEST_P(Parity, WithoutClippingUpdatesInBackwardGiveTheSameRun) {
+  // A clip that never bites orders the updates after backward; none lets them start during it.
+  const RunResult after =
+      TrainOnce({.optimizer = GetParam(), .ranks = 3, .batch = 4, .engine = {.clip = 1e6}});
+  const RunResult during =
+      TrainOnce({.optimizer = GetParam(), .ranks = 3, .batch = 4, .engine = {.clip = 0}});
+  EXPECT_LT(LargestRelativeDifference(during.losses, after.losses), 1e-6);
+}
+
+TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
+  const ParameterTable table(Gpt2Units(kModel));
+  const double all = 4.0 * table.elements();
+  const double root = 4.0 * table.unit_elements(0);
+  for (const int ranks : {1, 2, 3}) {
+    const RunResult run = TrainOnce(
+        {.optimizer = GetParam(), .ranks = ranks, .batch = 2, .steps = 3, .val_every = 2});
+    const json& bytes = run.summary["bytes_per_step"];
+    const double share = (ranks - 1.0) / ranks;
+    EXPECT_EQ(bytes["parameter"], std::llround(share * (2 * all - root)));
+    EXPECT_EQ(bytes["gradient"], std::llround(share * all));
+    if (GetParam() != "muon") {
+      EXPECT_EQ(bytes["optimizer"], 0);
+      EXPECT_EQ(run.summary["ns_calls_per_step"], 0);
+    } else {
+      EXPECT_EQ(bytes["optimizer"] > 0, ranks > 1);
+      EXPECT_EQ(run.summary["ns_calls_per_step"], 4 * kModel.layers);
+    }
+    EXPECT_EQ(run.summary["world_size"], ranks);
+    EXPECT_EQ(run.summary["parameters"], table.elements());
+    EXPECT_EQ(run.summary["steps"], 3);
+    EXPECT_EQ(run.summary["final_loss"], run.losses.back());
+    EXPECT_EQ(run.summary["val_loss"], run.val_losses.back());
+  }
+}
+
+TEST_P(Parity, MeasuredPeakMemoryIsThePredicted) {
+  for (const int ranks : {1, 4}) {
+    const Variant variant = {.optimizer = GetParam(), .ranks = ranks, .batch = 3, .steps = 2};
+    const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
+    MemoryUse fullest;
+    for (const MemoryUse& rank : plan) {
+      if (rank.total() > fullest.total()) fullest = rank;
+    }
+    const RunResult run = TrainOnce(variant);
+    for (int i = 0; i < kNumMemoryPurposes; ++i) {
+      const std::string purpose(Name(static_cast<MemoryPurpose>(i)));
+      EXPECT_EQ(run.summary["peak_memory_bytes"][purpose], fullest.bytes[i]) << purpose;
+    }
+  }
+}
+
+TEST(Stop, ARaisedFlagEndsTheRunWithItsFilesWhole) {
+  spdlog::set_level(spdlog::level::warn);
+  const Variant variant = {.ranks = 2, .batch = 2, .steps = 1000000};
+  const std::string run_dir = testing::TempDir() + "/stopped";
+  fs::remove_all(run_dir);
+  TrainerOptions options = OptionsOf(variant, run_dir);
+  const std::atomic<bool> stop = true;
+  options.stop = &stop;
+  const auto dataset =
+      Dataset::Open({.path = TextFile(), .vocabulary = 101, .seq_len = kSeqLen, .global_batch = 4});
+  const auto result = Train(options, WorkloadOf(variant), *dataset);
+  ASSERT_TRUE(result.ok());
+  EXPECT_TRUE(result->stopped);
+  EXPECT_EQ(result->steps, 1);
+  EXPECT_TRUE(SafetensorsFile::Open(run_dir + "/model.safetensors").ok());
+  EXPECT_EQ(json::parse(std::ifstream(run_dir + "/summary.json"))["steps"], 1);
+}
+
+TEST(BrokenLoss, StopsTheRunNamingTheStepAndLeavesNoWeights) {
+  spdlog::set_level(spdlog::level::off);
+  const Variant variant = {.ranks = 2, .batch = 2, .steps = 50, .engine = {.clip = 0}};
+  const std::string run_dir = testing::TempDir() + "/broken";
+  fs::remove_all(run_dir);
+  Workload workload = WorkloadOf(variant);
+  workload.lr_factor = [](int64_t) { return 1e30; };
+  const auto dataset =
+      Dataset::Open({.path = TextFile(), .vocabulary = 101, .seq_len = kSeqLen, .global_batch = 4});
+  const auto result = Train(OptionsOf(variant, run_dir), workload, *dataset);
+  ASSERT_FALSE(result.ok());
+  EXPECT_NE(result.status().message().find("step "), absl::string_view::npos) << result.status();
+  EXPECT_FALSE(fs::exists(run_dir + "/model.safetensors"));
+  EXPECT_FALSE(fs::exists(run_dir + "/summary.json"));
+  int lines = 0;
+  std::ifstream metrics(run_dir + "/metrics.jsonl");
+  for (std::string line; std::getline(metrics, line); ++lines) EXPECT_TRUE(json::accept(line));
+  EXPECT_GE(lines, 1);
+}
+
+}  // namespace
+}  // namespace dim0
