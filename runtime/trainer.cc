@@ -331,6 +331,12 @@ class RankRun {
       if (leads()) whole.resize(spec.size());
       DIM0_RETURN_IF_ERROR(engine_->GatherToRankZero(id, absl::MakeSpan(whole)));
       if (!leads()) continue;
+      // The last update has no step after it whose loss would show that it spoiled the weights.
+      if (!std::all_of(whole.begin(), whole.end(), [](float w) { return std::isfinite(w); })) {
+        return Lead(absl::OutOfRangeError(absl::StrCat("step ", steps_done_, ": ", spec.name,
+                                                       " is not finite after the update",
+                                                       kDivergenceAdvice)));
+      }
       if (Transposed(spec)) whole = Transpose(whole, spec.rows, spec.cols);
       DIM0_RETURN_IF_ERROR(Lead(writer->AppendFloats(spec.name, whole)));
     }

@@ -67,5 +67,7 @@ compile_jobs() {
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 [[ "${PWD}" != *[[:space:]]* ]] || die "Bazel does not work in a path with spaces: move the tree out of ${PWD}"
+# Bazel passes over its own links when it looks for packages, but not over this one when another user left it.
+[[ ! -L "bazel-${PWD##*/}" ]] || rm -f "bazel-${PWD##*/}"
 install_packages "${BUILD_PACKAGES[@]}"
 find_bazel

@@ -78,7 +78,13 @@ absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
         "cannot allocate %.1f MiB of CPU memory: %s", bytes / 1048576.0, std::strerror(errno)));
   }
   // Fewer page faults and TLB misses; a kernel without huge pages refuses, which is fine.
-  if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+  if (bytes >= kHugePage) {
+    madvise(data, bytes, MADV_HUGEPAGE);
+#ifdef MADV_POPULATE_WRITE
+    // Pages are made now and not in the first step; a kernel before 5.14 makes them on first touch.
+    madvise(data, bytes, MADV_POPULATE_WRITE);
+#endif
+  }
   return data;
 }
 
