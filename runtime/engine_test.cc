@@ -193,6 +193,29 @@ void OnRanks(int world_size, const std::function<void(int, ProcessGroup&)>& body
   for (std::thread& thread : threads) thread.join();
 }
 
+// One rank's engine with a toy model and SGD.
+struct ToyRank {
+  ToyRank(ProcessGroup& group, const EngineOptions& options, int blocks, bool jitter = false)
+      : device(*CreateDevice(Backend::kCpu, 1)),
+        allocator(device.get()),
+        model(blocks, jitter),
+        sgd(*device, jitter),
+        engine(*Engine::Create(options, model, group, *device, allocator, &sgd)) {}
+
+  // A step of one micro-batch of weight 1.
+  absl::StatusOr<StepResult> Step(int64_t global_tokens = 1, bool stop = false) {
+    return engine->TrainStep({&batch, 1}, global_tokens, {}, stop);
+  }
+
+  const int32_t weight = 1;
+  const Batch batch = {1, 1, &weight, nullptr};
+  const std::unique_ptr<Device> device;
+  Allocator allocator;
+  ToyModel model;
+  Sgd sgd;
+  const std::unique_ptr<Engine> engine;
+};
+
 struct Case {
   int world_size;
   int blocks;
@@ -206,12 +229,8 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
   const Case& c = GetParam();
   constexpr int kSteps = 5;
   OnRanks(c.world_size, [&](int rank, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(c.blocks, /*jitter=*/true);
-    Sgd sgd(*device, /*jitter=*/true);
-    auto engine = *Engine::Create(c.options, model, group, *device, allocator, &sgd);
-    ASSERT_TRUE(engine->Start(1).ok());
+    ToyRank toy(group, c.options, c.blocks, /*jitter=*/true);
+    ASSERT_TRUE(toy.engine->Start(1).ok());
     // Rank r's micro-batch m weighs 1 + (r + m) % 2; the sum over both is divided by global_tokens.
     std::vector<int32_t> weights(c.micro_batches);
     std::vector<Batch> batches;
@@ -223,7 +242,7 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
       weights[m] = 1 + (rank + m) % 2;
       batches.push_back({1, 1, &weights[m], nullptr});
     }
-    const ParameterTable& table = engine->table();
+    const ParameterTable& table = toy.engine->table();
     double squares = 0;
     for (int id = 0; id < table.size(); ++id) {
       for (int64_t e = 0; e < table[id].spec.size(); ++e) {
@@ -231,22 +250,23 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
       }
     }
     for (int64_t step = 0; step < kSteps; ++step) {
-      model.Expect(step, total / 8);
+      toy.model.Expect(step, total / 8);
       const auto result =
-          engine->TrainStep(batches, /*global_tokens=*/8, {.step = step + 1}, false);
+          toy.engine->TrainStep(batches, /*global_tokens=*/8, {.step = step + 1}, false);
       ASSERT_TRUE(result.ok()) << result.status();
       EXPECT_DOUBLE_EQ(result->loss, total / 8);
       EXPECT_NEAR(result->gradient_norm, std::sqrt(squares), 1e-9 * std::sqrt(squares));
     }
-    model.Expect(kSteps, total / 8);
-    EXPECT_DOUBLE_EQ(*engine->Evaluate(batches), total);
+    toy.model.Expect(kSteps, total / 8);
+    EXPECT_DOUBLE_EQ(*toy.engine->Evaluate(batches), total);
     for (int id = 0; id < table.size(); ++id) {
       std::vector<float> whole(rank == 0 ? table[id].spec.size() : 0);
-      ASSERT_TRUE(engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
-      for (size_t e = 0; e < whole.size(); ++e) EXPECT_EQ(whole[e], model.Expected(id, e, kSteps));
+      ASSERT_TRUE(toy.engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
+      for (size_t e = 0; e < whole.size(); ++e)
+        EXPECT_EQ(whole[e], toy.model.Expected(id, e, kSteps));
     }
-    EXPECT_GT(model.checked(), 0);
-    EXPECT_EQ(model.wrong(), 0) << "of " << model.checked();
+    EXPECT_GT(toy.model.checked(), 0);
+    EXPECT_EQ(toy.model.wrong(), 0) << "of " << toy.model.checked();
   });
 }
 
@@ -285,17 +305,12 @@ int64_t BytesOfOneStep(int world_size, const EngineOptions& options, int micro_b
                        Purpose purpose) {
   std::atomic<int64_t> bytes = 0;
   OnRanks(world_size, [&](int, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(4, false);
-    Sgd sgd(*device, false);
-    auto engine = *Engine::Create(options, model, group, *device, allocator, &sgd);
-    ASSERT_TRUE(engine->Start(1).ok());
-    const int32_t weight = 1;
-    const std::vector<Batch> batches(micro_batches, Batch{1, 1, &weight, nullptr});
-    model.Expect(0, 1);
-    ASSERT_TRUE(engine->TrainStep(batches, 1, {}, false).ok());
-    ASSERT_TRUE(engine->Synchronize().ok());
+    ToyRank toy(group, options, 4);
+    ASSERT_TRUE(toy.engine->Start(1).ok());
+    const std::vector<Batch> batches(micro_batches, toy.batch);
+    toy.model.Expect(0, 1);
+    ASSERT_TRUE(toy.engine->TrainStep(batches, 1, {}, false).ok());
+    ASSERT_TRUE(toy.engine->Synchronize().ok());
     bytes += group.ledger().bytes(purpose);
   });
   return bytes;
@@ -324,20 +339,14 @@ TEST(EngineBytes, EqualTheRingFormulasToTheByte) {
 TEST(Engine, ClippingScalesTheUpdateByTheGlobalNorm) {
   for (const int world_size : {1, 3}) {
     OnRanks(world_size, [&](int rank, ProcessGroup& group) {
-      const auto device = *CreateDevice(Backend::kCpu, 1);
-      Allocator allocator(device.get());
-      ToyModel model(2, false);
-      Sgd sgd(*device, false);
-      auto engine = *Engine::Create({.clip = 0.5}, model, group, *device, allocator, &sgd);
-      ASSERT_TRUE(engine->Start(1).ok());
-      const int32_t weight = 1;
-      const Batch batch{1, 1, &weight, nullptr};
-      const auto result = engine->TrainStep({&batch, 1}, world_size, {}, false);
+      ToyRank toy(group, {.clip = 0.5}, 2);
+      ASSERT_TRUE(toy.engine->Start(1).ok());
+      const auto result = toy.Step(world_size);
       ASSERT_TRUE(result.ok());
-      const ParameterTable& table = engine->table();
+      const ParameterTable& table = toy.engine->table();
       const int id = table.first(1);
       std::vector<float> whole(rank == 0 ? table[id].spec.size() : 0);
-      ASSERT_TRUE(engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
+      ASSERT_TRUE(toy.engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
       const double coefficient = 0.5 / (result->gradient_norm + 1e-6);
       ASSERT_LT(coefficient, 1);
       for (size_t e = 0; e < whole.size(); ++e) {
@@ -349,24 +358,18 @@ TEST(Engine, ClippingScalesTheUpdateByTheGlobalNorm) {
 
 TEST(Engine, ABrokenGradientNamesUnitParameterAndRankAndChangesNothing) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(2, false);
-    Sgd sgd(*device, false);
-    auto engine = *Engine::Create({.clip = 1}, model, group, *device, allocator, &sgd);
-    ASSERT_TRUE(engine->Start(1).ok());
-    if (rank == 1) model.Poison(2);
-    const int32_t weight = 1;
-    const Batch batch{1, 1, &weight, nullptr};
-    const auto result = engine->TrainStep({&batch, 1}, 1, {}, false);
+    ToyRank toy(group, {.clip = 1}, 2);
+    ASSERT_TRUE(toy.engine->Start(1).ok());
+    if (rank == 1) toy.model.Poison(2);
+    const auto result = toy.Step();
     ASSERT_FALSE(result.ok());
     // Element 1 of w1 lies in row 0, which rank 0 stores.
     EXPECT_NE(result.status().message().find("w1 (unit h.1)"), absl::string_view::npos)
         << result.status();
     EXPECT_NE(result.status().message().find("rank 0"), absl::string_view::npos);
-    ASSERT_TRUE(engine->Synchronize().ok());
+    ASSERT_TRUE(toy.engine->Synchronize().ok());
     // The shards themselves: 0 as they began.
-    for (const ParameterShard& shard : engine->unit(2).parameters) {
+    for (const ParameterShard& shard : toy.engine->unit(2).parameters) {
       for (int64_t e = 0; e < shard.value.size(); ++e) EXPECT_EQ(shard.value.f32()[e], 0);
     }
   });
@@ -374,13 +377,9 @@ TEST(Engine, ABrokenGradientNamesUnitParameterAndRankAndChangesNothing) {
 
 TEST(Engine, RanksWithDifferentPlansAreRefusedByName) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(1, false);
-    Sgd sgd(*device, false);
-    if (rank == 2) sgd.set_plan_hash(5);
-    auto engine = *Engine::Create({}, model, group, *device, allocator, &sgd);
-    const absl::Status status = engine->Start(1);
+    ToyRank toy(group, {}, 1);
+    if (rank == 2) toy.sgd.set_plan_hash(5);
+    const absl::Status status = toy.engine->Start(1);
     ASSERT_FALSE(status.ok());
     EXPECT_NE(status.message().find("rank(s) 2"), absl::string_view::npos) << status;
   });
@@ -388,35 +387,23 @@ TEST(Engine, RanksWithDifferentPlansAreRefusedByName) {
 
 TEST(Engine, ARankThatFailsTakesTheOthersWithIt) {
   OnRanks(2, [&](int rank, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(1, false);
-    Sgd sgd(*device, false);
-    auto engine = *Engine::Create({}, model, group, *device, allocator, &sgd);
-    ASSERT_TRUE(engine->Start(1).ok());
+    ToyRank toy(group, {}, 1);
+    ASSERT_TRUE(toy.engine->Start(1).ok());
     if (rank == 1) {
       group.Abort(absl::UnavailableError("rank 1 gave up"));
       return;
     }
-    const int32_t weight = 1;
-    const Batch batch{1, 1, &weight, nullptr};
-    const auto result = engine->TrainStep({&batch, 1}, 1, {}, false);
+    const auto result = toy.Step();
     EXPECT_NE(result.status().message().find("rank 1 gave up"), absl::string_view::npos);
   });
 }
 
 TEST(Engine, AWishToStopReachesEveryRank) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
-    const auto device = *CreateDevice(Backend::kCpu, 1);
-    Allocator allocator(device.get());
-    ToyModel model(1, false);
-    Sgd sgd(*device, false);
-    auto engine = *Engine::Create({}, model, group, *device, allocator, &sgd);
-    ASSERT_TRUE(engine->Start(1).ok());
-    const int32_t weight = 1;
-    const Batch batch{1, 1, &weight, nullptr};
-    EXPECT_FALSE(engine->TrainStep({&batch, 1}, 1, {.step = 1}, false)->stop);
-    EXPECT_TRUE(engine->TrainStep({&batch, 1}, 1, {.step = 2}, rank == 1)->stop);
+    ToyRank toy(group, {}, 1);
+    ASSERT_TRUE(toy.engine->Start(1).ok());
+    EXPECT_FALSE(toy.Step()->stop);
+    EXPECT_TRUE(toy.Step(1, rank == 1)->stop);
   });
 }
 
