@@ -43,15 +43,20 @@ int64_t CountParameters(absl::Span<const UnitSpec> units) {
 }  // namespace
 
 absl::Status Gpt2Config::Validate() const {
-  const std::pair<const char*, int64_t> counts[] = {{"layers", layers},
-                                                    {"width", width},
-                                                    {"heads", heads},
-                                                    {"vocab", vocab},
-                                                    {"positions", positions}};
-  for (const auto& [name, value] : counts) {
-    if (value < 1 || value > int64_t{1} << 30) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("--", name, "=", value, " is not a size; it must be 1 or more"));
+  struct Bound {
+    const char* name;
+    int64_t value;
+    int64_t most;  // far beyond any model, and small enough that no count of bytes overflows
+  };
+  const Bound bounds[] = {{"layers", layers, 10'000},
+                          {"width", width, 1'000'000},
+                          {"heads", heads, 1'000'000},
+                          {"vocab", vocab, 100'000'000},
+                          {"positions", positions, 100'000'000}};
+  for (const Bound& bound : bounds) {
+    if (bound.value < 1 || bound.value > bound.most) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "--", bound.name, "=", bound.value, " is not a size; it must be from 1 to ", bound.most));
     }
   }
   if (width % heads != 0) {

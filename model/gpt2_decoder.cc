@@ -1,12 +1,12 @@
 #include "model/gpt2_decoder.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "runtime/file.h"
-#include "runtime/safetensors.h"
 
 namespace dim0 {
 
@@ -26,9 +26,13 @@ absl::StatusOr<std::unique_ptr<Gpt2Decoder>> Gpt2Decoder::Load(const std::string
   if (!config.ok()) {
     return absl::InvalidArgumentError(absl::StrCat(config_path, " ", config.status().message()));
   }
+  DIM0_ASSIGN_OR_RETURN(const SafetensorsFile weights,
+                        SafetensorsFile::Open(folder + "/model.safetensors"));
   auto decoder = absl::WrapUnique(new Gpt2Decoder(*config, device));
+  // Before memory is taken: a damaged config.json may ask for any amount.
+  DIM0_ASSIGN_OR_RETURN(const auto tensors, decoder->FindWeights(weights));
   DIM0_RETURN_IF_ERROR(decoder->Allocate());
-  DIM0_RETURN_IF_ERROR(decoder->LoadWeights(folder + "/model.safetensors"));
+  DIM0_RETURN_IF_ERROR(decoder->LoadWeights(weights, tensors));
   return decoder;
 }
 
@@ -76,30 +80,41 @@ absl::Status Gpt2Decoder::Allocate() {
   return absl::OkStatus();
 }
 
-absl::Status Gpt2Decoder::LoadWeights(const std::string& path) {
-  DIM0_ASSIGN_OR_RETURN(const SafetensorsFile file, SafetensorsFile::Open(path));
-  std::vector<float> stored, ours;
-  for (size_t u = 0; u < units_.size(); ++u) {
-    for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
-      const ParameterSpec& spec = units_[u].parameters[i];
+absl::StatusOr<std::vector<const SafetensorsFile::Tensor*>> Gpt2Decoder::FindWeights(
+    const SafetensorsFile& file) const {
+  std::vector<const SafetensorsFile::Tensor*> found;
+  for (const UnitSpec& unit : units_) {
+    for (const ParameterSpec& spec : unit.parameters) {
       const SafetensorsFile::Tensor* tensor = file.Find(spec.name);
       if (tensor == nullptr) tensor = file.Find("transformer." + spec.name);
       if (tensor == nullptr) {
-        return absl::NotFoundError(
-            absl::StrCat(path, " has no tensor ", spec.name, "; is it this config.json's model?"));
+        return absl::NotFoundError(absl::StrCat(file.path(), " has no tensor ", spec.name,
+                                                "; is it this config.json's model?"));
       }
-      const bool transposed = Gpt2StoredTransposed(spec);
       std::vector<int64_t> shape = {spec.rows, spec.cols};
       if (spec.role == ParameterRole::kVector) shape = {spec.rows};
-      if (transposed) shape = {spec.cols, spec.rows};
+      if (Gpt2StoredTransposed(spec)) shape = {spec.cols, spec.rows};
       if (tensor->shape != shape) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(path, ": tensor ", spec.name, " is [", absl::StrJoin(tensor->shape, ", "),
-                         "]; config.json asks for [", absl::StrJoin(shape, ", "), "]"));
+        return absl::InvalidArgumentError(absl::StrCat(
+            file.path(), ": tensor ", spec.name, " is [", absl::StrJoin(tensor->shape, ", "),
+            "]; config.json asks for [", absl::StrJoin(shape, ", "), "]"));
       }
+      found.push_back(tensor);
+    }
+  }
+  return found;
+}
+
+absl::Status Gpt2Decoder::LoadWeights(const SafetensorsFile& file,
+                                      absl::Span<const SafetensorsFile::Tensor* const> tensors) {
+  std::vector<float> stored, ours;
+  size_t next = 0;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
+      const ParameterSpec& spec = units_[u].parameters[i];
       stored.resize(spec.size());
-      DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensor, 0, absl::MakeSpan(stored)));
-      if (transposed) {
+      DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensors[next++], 0, absl::MakeSpan(stored)));
+      if (Gpt2StoredTransposed(spec)) {
         ours.resize(spec.size());
         for (int64_t row = 0; row < spec.rows; ++row) {
           for (int64_t col = 0; col < spec.cols; ++col) {
@@ -164,7 +179,13 @@ absl::Status Gpt2Decoder::Feed(int32_t token) {
   kernels_->LayerNormForward(*stream_, residual_, root[2], root[3], norm_, mean_, rstd_);
   kernels_->LinearForward(*stream_, norm_, root[0], Tensor(), logits_);
   device_.CopyToHost(*stream_, host_logits_.data(), logits_.data, logits_.bytes());
-  return stream_->Synchronize();
+  DIM0_RETURN_IF_ERROR(stream_->Synchronize());
+  if (!std::all_of(host_logits_.begin(), host_logits_.end(),
+                   [](float logit) { return std::isfinite(logit); })) {
+    return absl::DataLossError(
+        "the model's output is not finite; model.safetensors is damaged or its run diverged");
+  }
+  return absl::OkStatus();
 }
 
 }  // namespace dim0

@@ -14,6 +14,7 @@
 #include "model/kernels.h"
 #include "runtime/allocator.h"
 #include "runtime/device.h"
+#include "runtime/safetensors.h"
 
 namespace dim0 {
 
@@ -35,7 +36,11 @@ class Gpt2Decoder {
  private:
   Gpt2Decoder(const Gpt2Config& config, Device& device);
   absl::Status Allocate();
-  absl::Status LoadWeights(const std::string& path);
+  // The tensors of all units' parameters, in their order.
+  absl::StatusOr<std::vector<const SafetensorsFile::Tensor*>> FindWeights(
+      const SafetensorsFile& file) const;
+  absl::Status LoadWeights(const SafetensorsFile& file,
+                           absl::Span<const SafetensorsFile::Tensor* const> tensors);
   absl::Status Feed(int32_t token);
 
   const Gpt2Config config_;

@@ -30,8 +30,9 @@ class Device {
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;
   virtual void Free(void* data, int64_t bytes) = 0;
 
-  // Bytes that all ranks of this process may still allocate on this device together.
-  virtual absl::StatusOr<int64_t> AvailableBytes() const = 0;
+  // Bytes that all ranks of this process may still allocate on this device together, when `threads`
+  // threads of theirs compute. ResourceExhausted, with advice, if so many cannot even start.
+  virtual absl::StatusOr<int64_t> AvailableBytes(int threads) const = 0;
 
   // The float32 matrix-product rate in FLOP/s of this rank's threads, over about `duration`, on
   // square matrices that exceed the caches. Blocks.

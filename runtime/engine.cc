@@ -144,7 +144,8 @@ absl::Status Engine::Allocate() {
     }
   }
   // No more slots than a micro-batch has gathers into them.
-  gathered_slots_.resize(std::min(options_.prefetch + 1, sharing_gathered * (trains ? 2 : 1)));
+  gathered_slots_.resize(
+      std::min(int64_t{options_.prefetch} + 1, int64_t{sharing_gathered} * (trains ? 2 : 1)));
   for (Slot& slot : gathered_slots_) {
     DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGathered, largest_gathered, slot.buffer));
   }
@@ -251,7 +252,7 @@ Engine::Gathered Engine::Gather(UnitState& state) {
   return {slot, all_gather_->Record()};
 }
 
-void Engine::IssueGathers(int limit) {
+void Engine::IssueGathers(int64_t limit) {
   while (gathered_.size() < std::min<size_t>(limit, gather_order_.size())) {
     gathered_.push_back(Gather(units_[gather_order_[gathered_.size()]]));
   }
@@ -259,7 +260,7 @@ void Engine::IssueGathers(int limit) {
 
 void Engine::Unshard(UnitState& state, bool gathers_here) {
   if (gathers_here) ++gathers_used_;
-  IssueGathers(gathers_used_ + options_.prefetch);
+  IssueGathers(int64_t{gathers_used_} + options_.prefetch);
   if (!gathers_here) return;  // its first stage in this direction has waited already
   const Gathered& gathered = gathered_[gathers_used_ - 1];
   state.gathered = gathered.slot;

@@ -137,7 +137,7 @@ class Engine {
   void RunMicroBatch(const Batch& batch, bool training, bool first, bool last, float gradient_scale,
                      const std::function<void(UnitState&)>& reduced);
   // Issues all-gathers in visiting order up to `limit` of them in this micro-batch.
-  void IssueGathers(int limit);
+  void IssueGathers(int64_t limit);
   Gathered Gather(UnitState& state);
   // Makes compute wait for the unit; with `gathers_here` for the next all-gather in order.
   void Unshard(UnitState& state, bool gathers_here);

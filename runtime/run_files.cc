@@ -1,6 +1,7 @@
 #include "runtime/run_files.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -27,20 +28,50 @@ absl::Status PathError(absl::string_view what, absl::string_view path, absl::str
       absl::StrCat("cannot ", what, " ", path, ": ", why, "; choose another --run_dir"));
 }
 
+absl::Status MakeRunDir(const std::string& run_dir) {
+  const absl::Status made = MakeDirectories(run_dir);
+  if (made.ok()) return made;
+  return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another --run_dir"));
+}
+
 }  // namespace
 
+absl::StatusOr<RunDirLock> RunDirLock::Acquire(const std::string& run_dir) {
+  DIM0_RETURN_IF_ERROR(MakeRunDir(run_dir));
+  RunDirLock lock;
+  lock.fd_ = open(run_dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  // Folders that may not be read, and file systems without locks, go unlocked.
+  if (lock.fd_ >= 0 && flock(lock.fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
+    return absl::UnavailableError(
+        absl::StrCat("another run is writing to ", run_dir, "; choose another --run_dir"));
+  }
+  return lock;
+}
+
+RunDirLock::RunDirLock(RunDirLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+
+RunDirLock::~RunDirLock() {
+  if (fd_ >= 0) close(fd_);
+}
+
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
-  if (const absl::Status made = MakeDirectories(run_dir); !made.ok()) {
-    return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another --run_dir"));
+  DIM0_RETURN_IF_ERROR(MakeRunDir(run_dir));
+  // Found out now and not after minutes of setting up.
+  if (access(run_dir.c_str(), W_OK | X_OK) != 0) {
+    return PathError("write to", run_dir, std::strerror(errno));
   }
   std::error_code error;
+  // A symbolic link is there even if what it points to is not.
+  const auto exists = [&](const fs::path& name) {
+    return fs::exists(fs::symlink_status(fs::path(run_dir) / name, error));
+  };
   std::vector<std::string> found;
   for (const char* name : kRunFiles) {
-    if (fs::exists(fs::path(run_dir) / name, error)) found.push_back(name);
+    if (exists(name)) found.push_back(name);
   }
   if (found.empty()) return "";
   int n = 1;
-  while (fs::exists(fs::path(run_dir) / absl::StrCat("previous-", n), error)) ++n;
+  while (exists(absl::StrCat("previous-", n))) ++n;
   const fs::path previous = fs::path(run_dir) / absl::StrCat("previous-", n);
   DIM0_RETURN_IF_ERROR(MakeDirectories(previous.string()));
   for (const std::string& name : found) {

@@ -10,6 +10,21 @@
 
 namespace dim0 {
 
+// Keeps other processes' runs out of a folder until it is destroyed or the process ends.
+class RunDirLock {
+ public:
+  // Makes `run_dir` if need be. Unavailable if another run holds it. Where the file system has no
+  // locks, every run gets one.
+  static absl::StatusOr<RunDirLock> Acquire(const std::string& run_dir);
+  ~RunDirLock();
+  RunDirLock(RunDirLock&& other) noexcept;
+  RunDirLock& operator=(RunDirLock&&) = delete;
+
+ private:
+  RunDirLock() = default;
+  int fd_ = -1;
+};
+
 // Makes `run_dir` if need be, and moves what an earlier run left there to run_dir/previous-N with
 // the first free N. Returns where it went, or "".
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir);

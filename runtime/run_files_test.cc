@@ -58,6 +58,26 @@ TEST(PrepareRunDir, AFileInTheWayIsAnErrorThatNamesIt) {
   EXPECT_NE(result.status().message().find(path), absl::string_view::npos);
 }
 
+TEST(PrepareRunDir, MovesADanglingSymbolicLinkAsideToo) {
+  const std::string dir = Fresh("dangling");
+  fs::create_directories(dir);
+  fs::create_symlink("/nonexistent/file", dir + "/metrics.jsonl");
+  EXPECT_EQ(*PrepareRunDir(dir), dir + "/previous-1");
+  EXPECT_TRUE(JsonLinesFile::Create(dir + "/metrics.jsonl").ok());
+}
+
+TEST(RunDirLock, KeepsASecondRunOutUntilTheFirstEnds) {
+  const std::string dir = Fresh("locked") + "/a/b";
+  {
+    const auto first = RunDirLock::Acquire(dir);
+    ASSERT_TRUE(first.ok()) << first.status();
+    const auto second = RunDirLock::Acquire(dir);
+    ASSERT_FALSE(second.ok());
+    EXPECT_NE(second.status().message().find(dir), absl::string_view::npos);
+  }
+  EXPECT_TRUE(RunDirLock::Acquire(dir).ok());
+}
+
 TEST(JsonLinesFile, EveryLineIsInTheFileAsSoonAsItIsAppended) {
   const std::string path = Fresh("lines.jsonl");
   JsonLinesFile file = *JsonLinesFile::Create(path);

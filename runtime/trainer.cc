@@ -443,6 +443,7 @@ std::string MemoryTable(const std::vector<MemoryUse>& ranks) {
 
 absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workload& workload,
                                       const Dataset& dataset) {
+  DIM0_ASSIGN_OR_RETURN(const RunDirLock lock, RunDirLock::Acquire(options.run_dir));
   DIM0_ASSIGN_OR_RETURN(const std::string previous, PrepareRunDir(options.run_dir));
   if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
   DIM0_ASSIGN_OR_RETURN(const auto groups,

@@ -13,6 +13,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
@@ -410,6 +411,45 @@ TEST_F(ProgramsTest, ASecondSignalEndsTheRunAtOnce) {
   EXPECT_EQ(train.Wait().signal, SIGINT);
   EXPECT_THAT(ReadMetrics("run").steps, SizeIs(2));
   EXPECT_THAT(Names(), ElementsAre("long.txt", "run", "run/metrics.jsonl", "text.txt"));
+}
+
+TEST_F(ProgramsTest, ARunFolderInUseIsRefusedAndItsRunUndisturbed) {
+  fs::create_directories(Path("streams"));
+  RunningProgram first("tools/train", TrainArguments({"--steps=1000000"}), Path("streams"));
+  ASSERT_NO_FATAL_FAILURE(WaitForLines(first, 1));
+  const Outcome second = Train({});
+  EXPECT_EQ(second.exit_status, 1);
+  EXPECT_THAT(second.err, HasSubstr(absl::StrCat("another run is writing to ", Path("run"))));
+  first.Send(SIGINT);
+  EXPECT_EQ(first.Wait().exit_status, 130);
+  EXPECT_FALSE(fs::exists(Path("run/previous-1")));
+}
+
+TEST_F(ProgramsTest, DataCutShortDuringTheRunEndsItWithOneLine) {
+  RunningProgram train("tools/train", TrainArguments({"--steps=1000000"}), streams());
+  ASSERT_NO_FATAL_FAILURE(WaitForLines(train, 1));
+  fs::resize_file(Path("text.txt"), 0);
+  const Outcome outcome = train.Wait();
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_THAT(outcome.err, StartsWith("train: a file was cut short"));
+  EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1);
+}
+
+TEST_F(ProgramsTest, AClosedStandardOutputDoesNotLeakIntoTheRunsFiles) {
+  const std::string train = absl::StrJoin(TrainArguments({}), " ");
+  const Outcome outcome =
+      Run("/bin/sh", {"-c", absl::StrCat("exec tools/train ", train, " >&- 2>&-")});
+  EXPECT_EQ(outcome.exit_status, 0);
+  EXPECT_THAT(ReadMetrics("run").steps, SizeIs(3));
+}
+
+TEST_F(ProgramsTest, GenerateFailsWhenItsTextIsLost) {
+  TrainToTheEnd({});
+  const Outcome outcome =
+      Run("/bin/sh",
+          {"-c", absl::StrCat("exec tools/generate --run_dir=", Path("run"), " >/dev/full")});
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("standard output did not take all of the text"));
 }
 
 TEST_F(ProgramsTest, TokenFilesTrainLikeTheTextTheyWereMadeOf) {

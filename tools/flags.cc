@@ -14,6 +14,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "runtime/check.h"
+#include "tools/process.h"
 
 namespace dim0 {
 namespace {
@@ -136,6 +137,7 @@ std::string HelpText(absl::string_view program, absl::string_view usage) {
 std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::string_view usage) {
   absl::string_view program = argc > 0 ? argv[0] : "";
   program = program.substr(program.rfind('/') + 1);  // npos + 1 is 0
+  PrepareProcess(program);
   const absl::StatusOr<CommandLine> parsed =
       ParseFlags({argv + std::min(argc, 1), static_cast<size_t>(std::max(argc - 1, 0))});
   if (!parsed.ok()) {

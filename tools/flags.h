@@ -33,8 +33,9 @@ absl::StatusOr<CommandLine> ParseFlags(absl::Span<const char* const> arguments);
 // name.
 std::string HelpText(absl::string_view program, absl::string_view usage);
 
-// What main() begins with. Parses the command line; if the program is to end here, prints the help
-// to stdout or the error to stderr and returns the exit status:
+// What main() begins with. Sees to how the process ends (tools/process.h). Parses the command line;
+// if the program is to end here, prints the help to stdout or the error to stderr and returns the
+// exit status:
 //
 //   int main(int argc, char** argv) {
 //     if (const auto status = dim0::HandleCommandLine(argc, argv, "Does this and that.")) {

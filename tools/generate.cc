@@ -133,6 +133,10 @@ absl::Status Generate(const std::vector<int32_t>& prompt) {
     DIM0_ASSIGN_OR_RETURN(logits, decoder->Next(token));
   }
   std::putchar('\n');
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    return absl::DataLossError(
+        "standard output did not take all of the text; is the disk it goes to full?");
+  }
   return absl::OkStatus();
 }
 

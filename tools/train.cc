@@ -115,8 +115,9 @@ struct Setup {
 
 absl::Status AtLeast(absl::string_view flag, double value, double least) {
   if (value >= least && std::isfinite(value)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("--", flag, "=", value, " is out of range; it must be ", least, " or more"));
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", value,
+                                                 " is out of range; it must be ", least, " or more",
+                                                 std::isinf(value) ? " and finite" : ""));
 }
 
 // What one process can start and schedule; beyond it the system's limits end the run half-way.
@@ -279,7 +280,9 @@ absl::Status CheckMemory(const Setup& setup) {
   spdlog::info("predicted memory of the fullest rank:\n{}", MemoryTable(plan));
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                         CreateDevice(setup.trainer.backend, 1));
-  DIM0_ASSIGN_OR_RETURN(const int64_t available, device->AvailableBytes());
+  DIM0_ASSIGN_OR_RETURN(
+      const int64_t available,
+      device->AvailableBytes(setup.trainer.ranks * setup.trainer.threads_per_rank));
   DIM0_ASSIGN_OR_RETURN(const int64_t needed, PlannedBytes(setup));
   if (needed <= available) return absl::OkStatus();
 

@@ -1,6 +1,7 @@
 #include "runtime/cpu/cpu_device.h"
 
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -42,6 +43,27 @@ int64_t CgroupAvailable() {
   int64_t limit, used;
   if (!(maximum >> limit) || !(current >> used)) return std::numeric_limits<int64_t>::max();
   return std::max<int64_t>(0, limit - used);
+}
+
+// What `ulimit -v` still allows for the ranks' memory, or no limit. OpenBLAS maps 128 MiB for each
+// thread that multiplies and, if it is refused, tries again for ever; so a run that would get there
+// must not begin. Stacks and malloc's arenas of that thread, and its share of a rank's other
+// threads, take the rest of kBytesPerThread.
+absl::StatusOr<int64_t> AddressSpaceAvailable(int threads) {
+  constexpr int64_t kBytesPerThread = int64_t{512} << 20;
+  struct rlimit limit;
+  if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) {
+    return std::numeric_limits<int64_t>::max();
+  }
+  int64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  const int64_t available = static_cast<int64_t>(limit.rlim_cur) - pages * sysconf(_SC_PAGESIZE) -
+                            threads * kBytesPerThread;
+  if (available > 0) return available;
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "the limit on address space (ulimit -v) is %.1f GiB, and %d threads take up to %.1f GiB of "
+      "it beside the ranks' memory; raise it, or lower --ranks or --threads_per_rank",
+      limit.rlim_cur / 1073741824.0, threads, threads * kBytesPerThread / 1073741824.0));
 }
 
 // Float64 sum of squares; eight partial sums keep the vector units busy and fix the order.
@@ -90,10 +112,12 @@ absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
 
 void CpuDevice::Free(void* data, int64_t bytes) { munmap(data, bytes); }
 
-absl::StatusOr<int64_t> CpuDevice::AvailableBytes() const {
+absl::StatusOr<int64_t> CpuDevice::AvailableBytes(int threads) const {
   absl::StatusOr<int64_t> machine = MachineAvailable();
   if (!machine.ok()) return machine.status();
-  return std::min(*machine, CgroupAvailable());
+  absl::StatusOr<int64_t> addresses = AddressSpaceAvailable(threads);
+  if (!addresses.ok()) return addresses.status();
+  return std::min({*machine, CgroupAvailable(), *addresses});
 }
 
 double CpuDevice::MeasureMatMulRate(absl::Duration duration) {

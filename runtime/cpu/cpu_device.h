@@ -22,7 +22,7 @@ class CpuDevice : public Device {
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   // The least of the machine's available memory and what the cgroup leaves.
-  absl::StatusOr<int64_t> AvailableBytes() const override;
+  absl::StatusOr<int64_t> AvailableBytes(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
   void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride, int64_t count,
