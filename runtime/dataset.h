@@ -67,6 +67,8 @@ class Dataset {
 
   // Sequences in an epoch, at least global_batch.
   int64_t train_sequences() const { return train_sequences_; }
+  // Whether the tokens are a text's bytes.
+  bool is_text() const { return std::holds_alternative<MappedFile>(sources_.front()); }
   // 0 if val_fraction is 0.
   int64_t val_sequences() const { return val_sequences_; }
   // Tokens in the stream, over both parts.

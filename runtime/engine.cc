@@ -355,7 +355,7 @@ void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool l
 
 absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batches,
                                              int64_t global_tokens, const StepParams& params,
-                                             bool stop) {
+                                             const std::atomic<bool>* stop) {
   DIM0_CHECK(optimizer_ != nullptr && !micro_batches.empty());
   auto* stats = static_cast<double*>(stats_.data());
   auto* all_stats = static_cast<double*>(all_stats_.data());
@@ -381,8 +381,11 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
   }
   const Event finished = compute_->Record();
 
-  stop_wish_ = stop ? 1 : 0;
   reduce_scatter_->Wait(finished);
+  reduce_scatter_->Enqueue({.name = "read_stop"}, [this, stop](const OpContext&) {
+    stop_wish_ = stop != nullptr && stop->load() ? 1 : 0;
+    return absl::OkStatus();
+  });
   device_.CopyFromHost(*reduce_scatter_, stats + kStop, &stop_wish_, sizeof(double));
   const std::vector<int64_t> counts(group_.world_size(), stats_size_ * sizeof(double));
   reduce_scatter_->Enqueue({.name = "all_gather stats", .kind = OpKind::kCollective},

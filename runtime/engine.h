@@ -17,6 +17,7 @@
 #ifndef DIM0_RUNTIME_ENGINE_H_
 #define DIM0_RUNTIME_ENGINE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -76,12 +77,13 @@ class Engine {
   absl::Status Start(uint64_t seed);
 
   // One optimizer step over this rank's micro-batches. Gradients are of the mean loss over
-  // `global_tokens` tokens. `stop` is this rank's wish to stop after this step; the result says
-  // whether any rank had it. A loss or gradient that is not finite is an error that names the rank,
-  // unit and parameter; with clipping on, no parameter has changed by then. After an error the
-  // engine is dead and the other ranks have been told.
+  // `global_tokens` tokens. `stop`, which may be null, is this rank's wish to stop after this
+  // step, read as late as the ranks' figures are exchanged; the result says whether any had it. A
+  // loss or gradient that is not finite is an error that names the rank, unit and parameter; with
+  // clipping on, no parameter has changed by then. After an error the engine is dead and the other
+  // ranks have been told.
   absl::StatusOr<StepResult> TrainStep(absl::Span<const Batch> micro_batches, int64_t global_tokens,
-                                       const StepParams& params, bool stop);
+                                       const StepParams& params, const std::atomic<bool>* stop);
 
   // Sum of the losses of all ranks' tokens that count, without gradients. Every rank must pass the
   // same number of batches.
@@ -175,7 +177,7 @@ class Engine {
   Buffer stats_;           // [stats_size_]
   Buffer all_stats_;       // [world size, stats_size_]
   Buffer gradient_scale_;  // float [1]
-  double stop_wish_ = 0;   // host
+  double stop_wish_ = 0;   // host copy of this rank's
 
   // The order of a micro-batch's all-gathers, and how far it has come.
   std::vector<int> gather_order_;   // units

@@ -204,7 +204,8 @@ struct ToyRank {
 
   // A step of one micro-batch of weight 1.
   absl::StatusOr<StepResult> Step(int64_t global_tokens = 1, bool stop = false) {
-    return engine->TrainStep({&batch, 1}, global_tokens, {}, stop);
+    const std::atomic<bool> wish = stop;
+    return engine->TrainStep({&batch, 1}, global_tokens, {}, &wish);
   }
 
   const int32_t weight = 1;
@@ -252,7 +253,7 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
     for (int64_t step = 0; step < kSteps; ++step) {
       toy.model.Expect(step, total / 8);
       const auto result =
-          toy.engine->TrainStep(batches, /*global_tokens=*/8, {.step = step + 1}, false);
+          toy.engine->TrainStep(batches, /*global_tokens=*/8, {.step = step + 1}, nullptr);
       ASSERT_TRUE(result.ok()) << result.status();
       EXPECT_DOUBLE_EQ(result->loss, total / 8);
       EXPECT_NEAR(result->gradient_norm, std::sqrt(squares), 1e-9 * std::sqrt(squares));
@@ -309,7 +310,7 @@ int64_t BytesOfOneStep(int world_size, const EngineOptions& options, int micro_b
     ASSERT_TRUE(toy.engine->Start(1).ok());
     const std::vector<Batch> batches(micro_batches, toy.batch);
     toy.model.Expect(0, 1);
-    ASSERT_TRUE(toy.engine->TrainStep(batches, 1, {}, false).ok());
+    ASSERT_TRUE(toy.engine->TrainStep(batches, 1, {}, nullptr).ok());
     ASSERT_TRUE(toy.engine->Synchronize().ok());
     bytes += group.ledger().bytes(purpose);
   });
@@ -424,7 +425,7 @@ TEST(Engine, PlannedMemoryIsWhatARunAllocates) {
         ASSERT_TRUE(engine->Start(1).ok());
         const int32_t weight = 1;
         const Batch batch{1, 1, &weight, nullptr};
-        ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, false).ok());
+        ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
         EXPECT_EQ(plan.peak().bytes, allocator.peak().bytes);
       });
     }

@@ -143,9 +143,9 @@ class RankRun {
       index += options_.ranks * options_.batch;
     }
     const double factor = workload_.lr_factor(step);
-    const bool stop = options_.stop != nullptr && options_.stop->load();
-    absl::StatusOr<StepResult> result = engine_->TrainStep(
-        train_batches_.batches(), tokens_per_step(), {.step = step, .lr_scale = factor}, stop);
+    absl::StatusOr<StepResult> result =
+        engine_->TrainStep(train_batches_.batches(), tokens_per_step(),
+                           {.step = step, .lr_scale = factor}, options_.stop);
     if (!result.ok()) {
       const absl::Status& status = result.status();
       return absl::Status(status.code(),
@@ -222,6 +222,10 @@ class RankRun {
       return absl::OutOfRangeError(
           absl::StrCat("step ", step, ": the validation loss is ", val_loss_, kDivergenceAdvice));
     }
+    // A wish to stop that came meanwhile must not cost another step; the ranks have to agree on it.
+    const int32_t wish = options_.stop != nullptr && options_.stop->load();
+    DIM0_ASSIGN_OR_RETURN(const std::vector<int32_t> wishes, ExchangeStruct(*engine_, wish));
+    stopped_ = std::any_of(wishes.begin(), wishes.end(), [](int32_t w) { return w != 0; });
     clock_ = absl::Now();
     if (!leads()) return absl::OkStatus();
     spdlog::info("step {:>{}}/{}  validation loss {:.7f}", step,
@@ -303,7 +307,8 @@ class RankRun {
           {"gradient", summary.bytes_per_step.at("gradient")},
           {"optimizer", summary.bytes_per_step.at("optimizer")}}},
         {"ns_calls_per_step",
-         static_cast<double>(newton_schulz_calls) / std::max<int64_t>(1, summary.steps)}};
+         static_cast<double>(newton_schulz_calls) / std::max<int64_t>(1, summary.steps)},
+        {"flags", workload_.flags}};
     return WriteFileAtomically(options_.run_dir + "/summary.json", json.dump(2) + "\n");
   }
 

@@ -39,6 +39,9 @@ struct Workload {
   std::function<double(int64_t step)> lr_factor;
   double lr = 0;  // what the factor multiplies, for the log
 
+  // For summary.json, so that a run can be told from others: flag -> value.
+  std::map<std::string, std::string> flags;
+
   // The files of the final weights: how a parameter is stored (PyTorch's GPT-2 wants some
   // transposed), further files to write beside (name -> contents), and the weights' file's
   // metadata.

@@ -5,8 +5,13 @@
 #
 # usage: tools/markov.sh [OPTIMIZER ...]      by default adamw muon rmnp
 set -euo pipefail
-optimizers=("${@:-adamw}")
+optimizers=("$@")
 (($# > 0)) || optimizers=(adamw muon rmnp)
+for optimizer in "${optimizers[@]}"; do
+  [[ "${optimizer}" =~ ^(adamw|muon|rmnp)$ ]] && continue
+  sed -n '/^# usage/,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+  [[ "${optimizer}" == --help ]] && exit 0 || exit 2
+done
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 "${BAZEL}" build "--jobs=$(compile_jobs)" --ui_event_filters=-info --noshow_progress //tools:train //tools:make_markov
@@ -22,7 +27,6 @@ for optimizer in "${optimizers[@]}"; do
   case "${optimizer}" in
     adamw) rates=(3e-3 1e-2 2e-2) ;;
     muon | rmnp) rates=(1e-2 2e-2 4e-2) ;;
-    *) die "unknown optimizer ${optimizer}: choose adamw, muon or rmnp" ;;
   esac
   best=""
   for lr in "${rates[@]}"; do

@@ -74,6 +74,8 @@ void PrepareProcess(absl::string_view program) {
   }
   std::set_terminate(HandleTerminate);
   std::signal(SIGBUS, HandleBusError);
+  // A file-size limit is then an error of write() like a full disk.
+  std::signal(SIGXFSZ, SIG_IGN);
 }
 
 }  // namespace dim0

@@ -1,9 +1,12 @@
 // train: a GPT-2, sharded by rows over ranks, on a text or on token files.
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <csignal>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -12,8 +15,10 @@
 #include <vector>
 
 #include "absl/flags/flag.h"
+#include "absl/flags/reflection.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -84,7 +89,20 @@ std::atomic<bool> stop_requested = false;
 // The first signal ends the run after the step in progress, the second ends it at once.
 void HandleSignal(int /*signal*/) {
   stop_requested.store(true);
+  constexpr char kNotice[] = "stopping after this step; once more to stop at once\n";
+  [[maybe_unused]] const ssize_t ignored = write(STDOUT_FILENO, kNotice, sizeof(kNotice) - 1);
   for (const int either : {SIGINT, SIGTERM}) std::signal(either, SIG_DFL);
+}
+
+// Every flag of this program with its value.
+std::map<std::string, std::string> ProgramFlags() {
+  std::map<std::string, std::string> flags;
+  for (const auto& [name, flag] : absl::GetAllFlags()) {
+    if (absl::EndsWith(flag->Filename(), "tools/train.cc")) {
+      flags[std::string(name)] = flag->CurrentValue();
+    }
+  }
+  return flags;
 }
 
 // All that the flags say.
@@ -107,6 +125,7 @@ struct Setup {
     };
     workload.lr_factor = [schedule = schedule](int64_t step) { return schedule.Factor(step); };
     workload.lr = optimizer.adamw.lr;
+    workload.flags = ProgramFlags();
     workload.store_transposed = Gpt2StoredTransposed;
     workload.extra_files = {{"config.json", Gpt2ConfigJson(model)}};
     return workload;
@@ -333,6 +352,9 @@ absl::StatusOr<TrainingSummary> Run(const Setup& setup) {
   spdlog::info("{} tokens of data; {} sequences of {} tokens a step; {} ranks x {} threads; {}",
                dataset->tokens(), setup.trainer.sequences_per_step(), setup.trainer.seq_len,
                setup.trainer.ranks, setup.trainer.threads_per_rank, setup.optimizer.name);
+  if (dataset->is_text() && setup.model.vocab > 256) {
+    spdlog::info("the data are bytes: --vocab=256 would do, instead of {}", setup.model.vocab);
+  }
   DIM0_RETURN_IF_ERROR(CheckMemory(setup));
   return Train(setup.trainer, workload, *dataset);
 }
