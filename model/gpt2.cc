@@ -40,31 +40,41 @@ int64_t CountParameters(absl::Span<const UnitSpec> units) {
   return count;
 }
 
-}  // namespace
+// What the fields of a Gpt2Config are called where the user wrote them.
+struct FieldNames {
+  const char *layers, *width, *heads, *vocab, *positions;
+};
+constexpr FieldNames kFlagNames = {"--layers", "--width", "--heads", "--vocab", "--positions"};
+constexpr FieldNames kJsonNames = {"n_layer", "n_embd", "n_head", "vocab_size", "n_positions"};
 
-absl::Status Gpt2Config::Validate() const {
+absl::Status ValidateAs(const Gpt2Config& config, const FieldNames& names) {
   struct Bound {
     const char* name;
     int64_t value;
     int64_t most;  // far beyond any model, and small enough that no count of bytes overflows
   };
-  const Bound bounds[] = {{"layers", layers, 10'000},
-                          {"width", width, 1'000'000},
-                          {"heads", heads, 1'000'000},
-                          {"vocab", vocab, 100'000'000},
-                          {"positions", positions, 100'000'000}};
+  const Bound bounds[] = {{names.layers, config.layers, 10'000},
+                          {names.width, config.width, 1'000'000},
+                          {names.heads, config.heads, 1'000'000},
+                          {names.vocab, config.vocab, 100'000'000},
+                          {names.positions, config.positions, 100'000'000}};
   for (const Bound& bound : bounds) {
     if (bound.value < 1 || bound.value > bound.most) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "--", bound.name, "=", bound.value, " is not a size; it must be from 1 to ", bound.most));
+          bound.name, "=", bound.value, " is not a size; it must be from 1 to ", bound.most));
     }
   }
-  if (width % heads != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "--width=", width, " is not divisible by --heads=", heads, "; change one of them"));
+  if (config.width % config.heads != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(names.width, "=", config.width,
+                                                   " is not divisible by ", names.heads, "=",
+                                                   config.heads, "; change one of them"));
   }
   return absl::OkStatus();
 }
+
+}  // namespace
+
+absl::Status Gpt2Config::Validate() const { return ValidateAs(*this, kFlagNames); }
 
 absl::StatusOr<Gpt2Config> Gpt2Preset(absl::string_view name) {
   if (name == "gpt2") return Gpt2Config{.layers = 12, .width = 768, .heads = 12};
@@ -111,11 +121,11 @@ std::vector<UnitSpec> Gpt2Units(const Gpt2Config& config) {
 std::string Gpt2ConfigJson(const Gpt2Config& config) {
   const nlohmann::ordered_json json = {{"model_type", "gpt2"},
                                        {"architectures", {"GPT2LMHeadModel"}},
-                                       {"n_layer", config.layers},
-                                       {"n_embd", config.width},
-                                       {"n_head", config.heads},
-                                       {"vocab_size", config.vocab},
-                                       {"n_positions", config.positions},
+                                       {kJsonNames.layers, config.layers},
+                                       {kJsonNames.width, config.width},
+                                       {kJsonNames.heads, config.heads},
+                                       {kJsonNames.vocab, config.vocab},
+                                       {kJsonNames.positions, config.positions},
                                        {"activation_function", "gelu_new"},
                                        {"layer_norm_epsilon", 1e-5},
                                        {"tie_word_embeddings", true}};
@@ -127,11 +137,11 @@ absl::StatusOr<Gpt2Config> ParseGpt2ConfigJson(absl::string_view text) {
                                           /*allow_exceptions=*/false);
   if (!json.is_object()) return absl::InvalidArgumentError("is not a JSON object");
   Gpt2Config config;
-  const std::pair<const char*, int64_t*> fields[] = {{"n_layer", &config.layers},
-                                                     {"n_embd", &config.width},
-                                                     {"n_head", &config.heads},
-                                                     {"vocab_size", &config.vocab},
-                                                     {"n_positions", &config.positions}};
+  const std::pair<const char*, int64_t*> fields[] = {{kJsonNames.layers, &config.layers},
+                                                     {kJsonNames.width, &config.width},
+                                                     {kJsonNames.heads, &config.heads},
+                                                     {kJsonNames.vocab, &config.vocab},
+                                                     {kJsonNames.positions, &config.positions}};
   for (const auto& [name, value] : fields) {
     const auto field = json.find(name);
     if (field == json.end() || !field->is_number_integer()) {
@@ -139,7 +149,9 @@ absl::StatusOr<Gpt2Config> ParseGpt2ConfigJson(absl::string_view text) {
     }
     *value = field->get<int64_t>();
   }
-  DIM0_RETURN_IF_ERROR(config.Validate());
+  if (const absl::Status valid = ValidateAs(config, kJsonNames); !valid.ok()) {
+    return absl::InvalidArgumentError(absl::StrCat("says ", valid.message()));
+  }
   return config;
 }
 

@@ -88,8 +88,8 @@ absl::StatusOr<std::vector<const SafetensorsFile::Tensor*>> Gpt2Decoder::FindWei
       const SafetensorsFile::Tensor* tensor = file.Find(spec.name);
       if (tensor == nullptr) tensor = file.Find("transformer." + spec.name);
       if (tensor == nullptr) {
-        return absl::NotFoundError(absl::StrCat(file.path(), " has no tensor ", spec.name,
-                                                "; is it this config.json's model?"));
+        return absl::InvalidArgumentError(absl::StrCat(file.path(), " has no tensor ", spec.name,
+                                                       "; is it this config.json's model?"));
       }
       std::vector<int64_t> shape = {spec.rows, spec.cols};
       if (spec.role == ParameterRole::kVector) shape = {spec.rows};
@@ -107,23 +107,15 @@ absl::StatusOr<std::vector<const SafetensorsFile::Tensor*>> Gpt2Decoder::FindWei
 
 absl::Status Gpt2Decoder::LoadWeights(const SafetensorsFile& file,
                                       absl::Span<const SafetensorsFile::Tensor* const> tensors) {
-  std::vector<float> stored, ours;
+  std::vector<float> weights;
   size_t next = 0;
   for (size_t u = 0; u < units_.size(); ++u) {
     for (size_t i = 0; i < units_[u].parameters.size(); ++i) {
       const ParameterSpec& spec = units_[u].parameters[i];
-      stored.resize(spec.size());
-      DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensors[next++], 0, absl::MakeSpan(stored)));
-      if (Gpt2StoredTransposed(spec)) {
-        ours.resize(spec.size());
-        for (int64_t row = 0; row < spec.rows; ++row) {
-          for (int64_t col = 0; col < spec.cols; ++col) {
-            ours[row * spec.cols + col] = stored[col * spec.rows + row];
-          }
-        }
-        stored.swap(ours);
-      }
-      device_.CopyFromHost(*stream_, parameters_[u][i].data, stored.data(),
+      weights.resize(spec.size());
+      DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensors[next++], 0, absl::MakeSpan(weights)));
+      if (Gpt2StoredTransposed(spec)) weights = TransposedCopy(weights, spec.cols, spec.rows);
+      device_.CopyFromHost(*stream_, parameters_[u][i].data, weights.data(),
                            spec.size() * sizeof(float));
       DIM0_RETURN_IF_ERROR(stream_->Synchronize());
     }

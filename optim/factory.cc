@@ -7,6 +7,13 @@
 
 namespace dim0 {
 
+std::vector<std::pair<std::string, double>> OptimizerConfig::LearningRates() const {
+  std::vector<std::pair<std::string, double>> rates = {{"lr", adamw.lr}};
+  if (name == "rmnp") rates.push_back({"matrix_lr", rmnp.lr});
+  if (name == "muon") rates.push_back({"matrix_lr", muon.lr});
+  return rates;
+}
+
 absl::Status CheckOptimizerName(absl::string_view name) {
   if (name == "adamw" || name == "rmnp" || name == "muon") return absl::OkStatus();
   return absl::NotFoundError(

@@ -4,6 +4,8 @@
 
 #include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "collectives/process_group.h"
@@ -18,9 +20,12 @@ namespace dim0 {
 
 struct OptimizerConfig {
   std::string name = "adamw";  // "adamw", "rmnp" or "muon"
-  AdamWConfig adamw = {};           // of every parameter, or of all but the hidden matrices
+  AdamWConfig adamw = {};      // of every parameter, or of all but the hidden matrices
   RmnpConfig rmnp = {};
   MuonConfig muon = {};
+
+  // Those in use, by the name of the flag that sets them: "lr" of AdamW, and "matrix_lr".
+  std::vector<std::pair<std::string, double>> LearningRates() const;
 };
 
 // `device` and `group` outlive the result; of the three only Muon is given `group`. Error: NotFound

@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/resource.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,6 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "runtime/check.h"
 #include "runtime/file.h"
 
@@ -81,6 +84,26 @@ absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
                        error.message());
   }
   return previous.string();
+}
+
+absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {
+  struct statvfs disk;
+  struct rlimit limit;
+  if (statvfs(run_dir.c_str(), &disk) != 0 || getrlimit(RLIMIT_FSIZE, &limit) != 0) {
+    return PathError("tell how much fits into", run_dir, std::strerror(errno));
+  }
+  const double free = static_cast<double>(disk.f_bavail) * disk.f_frsize;
+  if (free < bytes) {
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "%s has %.1f MiB free and the weights take %.1f MiB; make room or choose another --run_dir",
+        run_dir, free / 1048576.0, bytes / 1048576.0));
+  }
+  if (limit.rlim_cur != RLIM_INFINITY && static_cast<double>(limit.rlim_cur) < bytes) {
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "files may be %.1f MiB long and the weights take %.1f MiB; raise the limit (ulimit -f)",
+        limit.rlim_cur / 1048576.0, bytes / 1048576.0));
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<JsonLinesFile> JsonLinesFile::Create(const std::string& path) {

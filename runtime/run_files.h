@@ -2,6 +2,7 @@
 #ifndef DIM0_RUNTIME_RUN_FILES_H_
 #define DIM0_RUNTIME_RUN_FILES_H_
 
+#include <cstdint>
 #include <string>
 
 #include "absl/status/status.h"
@@ -28,6 +29,10 @@ class RunDirLock {
 // Makes `run_dir` if need be, and moves what an earlier run left there to run_dir/previous-N with
 // the first free N. Returns where it went, or "".
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir);
+
+// ResourceExhausted if the file system of `run_dir` has fewer than `bytes` free, or the process may
+// not write a file of that size.
+absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes);
 
 // Appends lines, each with one write, so that the file ends in a whole line whenever the process
 // ends.

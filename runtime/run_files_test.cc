@@ -87,6 +87,15 @@ TEST(JsonLinesFile, EveryLineIsInTheFileAsSoonAsItIsAppended) {
   EXPECT_EQ(Contents(path), "{\"a\":1}\n{\"a\":2}\n");
 }
 
+TEST(CheckFreeSpace, RefusesMoreThanTheDiskHasFree) {
+  const std::string folder = ::testing::TempDir();
+  EXPECT_TRUE(CheckFreeSpace(folder, 1).ok());
+  const absl::Status status = CheckFreeSpace(folder, int64_t{1} << 62);
+  EXPECT_TRUE(absl::IsResourceExhausted(status));
+  EXPECT_NE(status.message().find(folder), absl::string_view::npos);
+  EXPECT_FALSE(CheckFreeSpace("/nonexistent/folder", 1).ok());
+}
+
 TEST(JsonLinesFile, RefusesToOverwriteAndToWriteNowhere) {
   const std::string path = Fresh("exists.jsonl");
   std::ofstream(path) << "x";

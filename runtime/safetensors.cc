@@ -456,4 +456,19 @@ absl::Status SafetensorsFile::ReadFloats(const Tensor& tensor, int64_t begin,
   }
 }
 
+std::vector<float> TransposedCopy(absl::Span<const float> in, int64_t rows, int64_t cols) {
+  std::vector<float> out(in.size());
+  constexpr int64_t kBlock = 64;  // blocks that stay in cache both ways
+  for (int64_t r0 = 0; r0 < rows; r0 += kBlock) {
+    for (int64_t c0 = 0; c0 < cols; c0 += kBlock) {
+      for (int64_t r = r0; r < std::min(rows, r0 + kBlock); ++r) {
+        for (int64_t c = c0; c < std::min(cols, c0 + kBlock); ++c) {
+          out[c * rows + r] = in[r * cols + c];
+        }
+      }
+    }
+  }
+  return out;
+}
+
 }  // namespace dim0

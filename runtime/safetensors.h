@@ -134,6 +134,9 @@ class SafetensorsFile {
   std::map<std::string, std::string> metadata_;
 };
 
+// The transpose of the [rows, cols] matrix `in`: for weights that a file holds the other way round.
+std::vector<float> TransposedCopy(absl::Span<const float> in, int64_t rows, int64_t cols);
+
 }  // namespace dim0
 
 #endif  // DIM0_RUNTIME_SAFETENSORS_H_

@@ -29,8 +29,6 @@ using Json = nlohmann::ordered_json;
 
 constexpr absl::Duration kMatMulMeasurement = absl::Milliseconds(500);
 
-constexpr const char* kDivergenceAdvice = "; lower --lr or --matrix_lr, or set --clip";
-
 // What ranks tell each other: plain structs, exchanged as bytes.
 template <typename T>
 absl::StatusOr<std::vector<T>> ExchangeStruct(Engine& engine, const T& mine) {
@@ -94,6 +92,8 @@ class RankRun {
   absl::StatusOr<TrainingSummary> Run() {
     DIM0_RETURN_IF_ERROR(SetUp());
     if (leads()) {
+      DIM0_RETURN_IF_ERROR(
+          CheckFreeSpace(options_.run_dir, engine_->table().elements() * sizeof(float)));
       DIM0_ASSIGN_OR_RETURN(JsonLinesFile file,
                             JsonLinesFile::Create(options_.run_dir + "/metrics.jsonl"));
       metrics_.emplace(std::move(file));
@@ -109,6 +109,10 @@ class RankRun {
 
  private:
   bool leads() const { return group_.rank() == 0; }
+  const char* DivergenceAdvice() const {
+    return options_.engine.clip > 0 ? "; lower --lr, --matrix_lr or --clip"
+                                    : "; lower --lr or --matrix_lr, or set --clip";
+  }
 
   absl::Status SetUp() {
     DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank));
@@ -150,7 +154,7 @@ class RankRun {
       const absl::Status& status = result.status();
       return absl::Status(status.code(),
                           absl::StrCat("step ", step, ": ", status.message(),
-                                       absl::IsOutOfRange(status) ? kDivergenceAdvice : ""));
+                                       absl::IsOutOfRange(status) ? DivergenceAdvice() : ""));
     }
     stopped_ = result->stop;
     steps_done_ = step;
@@ -163,26 +167,28 @@ class RankRun {
     clock_ = now;
     step_seconds_.push_back(seconds);
     forward_backward_seconds_.push_back(absl::ToDoubleSeconds(result->forward_backward));
-    return leads() ? Log(step, *result, seconds, workload_.lr * factor) : absl::OkStatus();
+    return leads() ? Log(step, *result, seconds, factor) : absl::OkStatus();
   }
 
-  absl::Status Log(int64_t step, const StepResult& result, double seconds, double lr) {
+  absl::Status Log(int64_t step, const StepResult& result, double seconds, double lr_factor) {
     const double tokens_per_second = tokens_per_step() / seconds;
     const double fraction = FlopsFraction(seconds);
-    DIM0_RETURN_IF_ERROR(metrics_->Append(Json{
-        {"step", step},
-        {"loss", result.loss},
-        {"grad_norm", result.gradient_norm},
-        {"lr", lr},
-        {"step_ms", seconds * 1e3},
-        {"tokens_per_s", tokens_per_second},
-        {"flops_fraction", fraction}}.dump()));
+    Json json = {{"step", step}, {"loss", result.loss}, {"grad_norm", result.gradient_norm}};
+    std::string rates;
+    for (const auto& [name, rate] : workload_.learning_rates) {
+      json[name] = rate * lr_factor;
+      absl::StrAppendFormat(&rates, "%s %.2e  ", name, rate * lr_factor);
+    }
+    json["step_ms"] = seconds * 1e3;
+    json["tokens_per_s"] = tokens_per_second;
+    json["flops_fraction"] = fraction;
+    DIM0_RETURN_IF_ERROR(metrics_->Append(json.dump()));
     if (step % options_.log_every == 0 || step == 1 || step == options_.steps || result.stop) {
       spdlog::info(
-          "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  lr {:.2e}  {:.0f} ms  {:.0f} tokens/s  "
+          "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  {}{:.0f} ms  {:.0f} tokens/s  "
           "{:.2f} of SGEMM",
           step, absl::StrCat(options_.steps).size(), options_.steps, result.loss,
-          result.gradient_norm, lr, seconds * 1e3, tokens_per_second, fraction);
+          result.gradient_norm, rates, seconds * 1e3, tokens_per_second, fraction);
     }
     return absl::OkStatus();
   }
@@ -220,7 +226,7 @@ class RankRun {
     // The same on every rank. An update that spoils the weights shows here first.
     if (!std::isfinite(val_loss_)) {
       return absl::OutOfRangeError(
-          absl::StrCat("step ", step, ": the validation loss is ", val_loss_, kDivergenceAdvice));
+          absl::StrCat("step ", step, ": the validation loss is ", val_loss_, DivergenceAdvice()));
     }
     // A wish to stop that came meanwhile must not cost another step; the ranks have to agree on it.
     const int32_t wish = options_.stop != nullptr && options_.stop->load();
@@ -340,9 +346,9 @@ class RankRun {
       if (!std::all_of(whole.begin(), whole.end(), [](float w) { return std::isfinite(w); })) {
         return Lead(absl::OutOfRangeError(absl::StrCat("step ", steps_done_, ": ", spec.name,
                                                        " is not finite after the update",
-                                                       kDivergenceAdvice)));
+                                                       DivergenceAdvice())));
       }
-      if (Transposed(spec)) whole = Transpose(whole, spec.rows, spec.cols);
+      if (Transposed(spec)) whole = TransposedCopy(whole, spec.rows, spec.cols);
       DIM0_RETURN_IF_ERROR(Lead(writer->AppendFloats(spec.name, whole)));
     }
     if (!leads()) return absl::OkStatus();
@@ -361,21 +367,6 @@ class RankRun {
 
   bool Transposed(const ParameterSpec& spec) const {
     return workload_.store_transposed && workload_.store_transposed(spec);
-  }
-
-  static std::vector<float> Transpose(const std::vector<float>& in, int64_t rows, int64_t cols) {
-    std::vector<float> out(in.size());
-    constexpr int64_t kBlock = 64;  // blocks that stay in cache both ways
-    for (int64_t r0 = 0; r0 < rows; r0 += kBlock) {
-      for (int64_t c0 = 0; c0 < cols; c0 += kBlock) {
-        for (int64_t r = r0; r < std::min(rows, r0 + kBlock); ++r) {
-          for (int64_t c = c0; c < std::min(cols, c0 + kBlock); ++c) {
-            out[c * rows + r] = in[r * cols + c];
-          }
-        }
-      }
-    }
-    return out;
   }
 
   const TrainerOptions& options_;

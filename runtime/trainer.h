@@ -37,7 +37,8 @@ struct Workload {
   std::function<absl::StatusOr<std::unique_ptr<Optimizer>>(Device&, ProcessGroup&)> make_optimizer;
   // The factor of every learning rate at a step counted from 1.
   std::function<double(int64_t step)> lr_factor;
-  double lr = 0;  // what the factor multiplies, for the log
+  // What the factor multiplies, by the name of the flag that sets it, for the log.
+  std::vector<std::pair<std::string, double>> learning_rates;
 
   // For summary.json, so that a run can be told from others: flag -> value.
   std::map<std::string, std::string> flags;

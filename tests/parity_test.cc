@@ -87,7 +87,7 @@ Workload WorkloadOf(const Variant& v) {
     return CreateOptimizer(config, device, group);
   };
   workload.lr_factor = [](int64_t step) { return Schedule{.warmup_steps = 5}.Factor(step); };
-  workload.lr = config.adamw.lr;
+  workload.learning_rates = config.LearningRates();
   workload.store_transposed = Gpt2StoredTransposed;
   return workload;
 }

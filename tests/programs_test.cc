@@ -162,8 +162,8 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--lr=nan"}, "--lr=nan", "must be 0 or more"},
       {{"--weight_decay=inf"}, "--weight_decay=inf", "must be 0 or more"},
       // What no machine holds or starts.
-      {{"--layers=1000000000"}, "--layers=1000000000", "must be 10000 or less"},
-      {{"--width=1000000000"}, "--width=1000000000", "must be 1000000 or less"},
+      {{"--layers=1000000000"}, "--layers=1000000000", "it must be from 1 to 10000"},
+      {{"--width=1000000000"}, "--width=1000000000", "it must be from 1 to 1000000"},
       {{"--grad_accum=9223372036854775807"}, "--grad_accum=9223372036854775807", "or less"},
       {{"--threads_per_rank=100000"}, "--threads_per_rank=100000", "must be 1024 or less"},
       {{"--ranks=64", "--threads_per_rank=64"}, "--ranks=64", "at most 1024 together"}};
@@ -264,8 +264,11 @@ TEST_F(ProgramsTest, TrainEndsAtALossThatIsNoNumber) {
     EXPECT_THAT(Names(), ElementsAre("run", "run/metrics.jsonl", "text.txt"));
     fs::remove_all(Path("run"));
   }
+  Outcome outcome = Train({"--lr=1e30", "--clip=1"});
+  EXPECT_THAT(outcome.err, EndsWith("; lower --lr, --matrix_lr or --clip\n"));
+  fs::remove_all(Path("run"));
   // The last step's update, which no further step's loss shows.
-  const Outcome outcome = Train({"--steps=1", "--lr=1e30", "--clip=0"});
+  outcome = Train({"--steps=1", "--lr=1e30", "--clip=0"});
   EXPECT_EQ(outcome.exit_status, 1);
   EXPECT_THAT(outcome.err, ContainsRegex("^train: step 1: the validation loss is -?(nan|inf); "
                                          "lower --lr or --matrix_lr, or set --clip\n$"));
@@ -283,7 +286,7 @@ TEST_F(ProgramsTest, TrainWarnsOfMoreThreadsThanCoresAndTrains) {
 TEST_F(ProgramsTest, TrainWritesTheMetricsAndTheSummaryOfARun) {
   const Outcome outcome =
       TrainToTheEnd({"--ranks=2", "--optimizer=muon", "--val_every=2", "--lr=0.01",
-                     "--warmup_steps=2", "--schedule=cosine", "--steps=4"});
+                     "--matrix_lr=0.04", "--warmup_steps=2", "--schedule=cosine", "--steps=4"});
   EXPECT_THAT(Names(), ElementsAre("run", "run/config.json", "run/metrics.jsonl",
                                    "run/model.safetensors", "run/summary.json", "text.txt"));
 
@@ -291,8 +294,8 @@ TEST_F(ProgramsTest, TrainWritesTheMetricsAndTheSummaryOfARun) {
   ASSERT_THAT(metrics.steps, SizeIs(4));
   for (size_t i = 0; i < metrics.steps.size(); ++i) {
     const Json& line = metrics.steps[i];
-    EXPECT_THAT(Keys(line), UnorderedElementsAre("step", "loss", "grad_norm", "lr", "step_ms",
-                                                 "tokens_per_s", "flops_fraction"));
+    EXPECT_THAT(Keys(line), UnorderedElementsAre("step", "loss", "grad_norm", "lr", "matrix_lr",
+                                                 "step_ms", "tokens_per_s", "flops_fraction"));
     EXPECT_EQ(line.at("step"), i + 1);
     // ln 256 = 5.545 for weights that know nothing yet.
     EXPECT_NEAR(line.at("loss").get<double>(), 5.545, 0.5);
@@ -302,6 +305,7 @@ TEST_F(ProgramsTest, TrainWritesTheMetricsAndTheSummaryOfARun) {
   }
   EXPECT_DOUBLE_EQ(metrics.steps[0].at("lr"), 0.005);
   EXPECT_DOUBLE_EQ(metrics.steps[1].at("lr"), 0.01);
+  EXPECT_DOUBLE_EQ(metrics.steps[0].at("matrix_lr"), 0.02);
   ASSERT_THAT(metrics.validations, SizeIs(2));
   for (size_t i = 0; i < metrics.validations.size(); ++i) {
     EXPECT_THAT(Keys(metrics.validations[i]), UnorderedElementsAre("step", "val_loss"));
@@ -443,6 +447,30 @@ TEST_F(ProgramsTest, AClosedStandardOutputDoesNotLeakIntoTheRunsFiles) {
   EXPECT_THAT(ReadMetrics("run").steps, SizeIs(3));
 }
 
+TEST_F(ProgramsTest, TrainRefusesToStartWhereItsWeightsWouldNotFit) {
+  // 50 KiB at most for a file; the weights take 93.
+  const std::string train = absl::StrJoin(TrainArguments({}), " ");
+  const Outcome outcome =
+      Run("/bin/sh", {"-c", absl::StrCat("ulimit -f 100 && exec tools/train ", train)});
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_EQ(outcome.err,
+            "train: files may be 0.0 MiB long and the weights take 0.1 MiB; raise the limit "
+            "(ulimit -f)\n");
+  EXPECT_THAT(outcome.out, Not(HasSubstr("step 1")));
+  EXPECT_THAT(Names(), ElementsAre("run", "text.txt"));
+}
+
+TEST_F(ProgramsTest, TrainEndsWithOneLineWhereTheSystemGivesItNoThreads) {
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers need more address space than the limit gives";
+#endif
+  const std::string train = absl::StrJoin(TrainArguments({}), " ");
+  const Outcome outcome =
+      Run("/bin/sh", {"-c", absl::StrCat("ulimit -v 140000 && exec tools/train ", train)});
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("train: the limit on address space (ulimit -v) is 0.1 GiB"));
+}
+
 TEST_F(ProgramsTest, GenerateFailsWhenItsTextIsLost) {
   TrainToTheEnd({});
   const Outcome outcome =
@@ -518,9 +546,10 @@ TEST_F(ProgramsTest, GenerateRefusesWrongFlagsWithStatusTwo) {
 }
 
 TEST_F(ProgramsTest, GenerateRefusesAFolderWithoutAWholeModel) {
-  EXPECT_EQ(GenerateError(Path("none"), 1),
-            absl::StrCat("generate: --run_dir: cannot open ", Path("none/config.json"),
-                         ": No such file or directory"));
+  EXPECT_EQ(
+      GenerateError(Path("none"), 1),
+      absl::StrCat("generate: --run_dir: cannot open ", Path("none/config.json"),
+                   ": No such file or directory; a run's weights are there when it has ended"));
   TrainToTheEnd({"--steps=1"});
   const std::string config = Slurp(Path("run/config.json"));
   const std::string weights = Slurp(Path("run/model.safetensors"));
@@ -534,6 +563,9 @@ TEST_F(ProgramsTest, GenerateRefusesAFolderWithoutAWholeModel) {
   Write("run/config.json", replaced("\"n_embd\": 16", "\"n_embd\": 32"));
   EXPECT_THAT(GenerateError(Path("run"), 1),
               HasSubstr("tensor wte.weight is [256, 16]; config.json asks for [256, 32]"));
+  Write("run/config.json", replaced("\"n_head\": 2", "\"n_head\": 3"));
+  EXPECT_THAT(GenerateError(Path("run"), 1),
+              HasSubstr("config.json says n_embd=16 is not divisible by n_head=3"));
   Write("run/config.json", "{");
   EXPECT_THAT(GenerateError(Path("run"), 1), HasSubstr("config.json is not a JSON object"));
 

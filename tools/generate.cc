@@ -21,6 +21,7 @@
 #include "runtime/device.h"
 #include "runtime/random.h"
 #include "tools/flags.h"
+#include "tools/process.h"
 
 ABSL_FLAG(std::string, run_dir, "", "folder with model.safetensors and config.json");
 ABSL_FLAG(std::string, prompt, "\n", "text to go on from; its bytes are the tokens");
@@ -104,7 +105,10 @@ absl::Status Generate(const std::vector<int32_t>& prompt) {
       Gpt2Decoder::Load(absl::GetFlag(FLAGS_run_dir), *device);
   if (!loaded.ok()) {
     return absl::Status(loaded.status().code(),
-                        absl::StrCat("--run_dir: ", loaded.status().message()));
+                        absl::StrCat("--run_dir: ", loaded.status().message(),
+                                     absl::IsNotFound(loaded.status())
+                                         ? "; a run's weights are there when it has ended"
+                                         : ""));
   }
   const std::unique_ptr<Gpt2Decoder> decoder = *std::move(loaded);
   const bool bytes =
@@ -165,4 +169,4 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace dim0
 
-int main(int argc, char** argv) { return dim0::Main(argc, argv); }
+int main(int argc, char** argv) { dim0::EndProcess(dim0::Main(argc, argv)); }

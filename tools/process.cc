@@ -78,4 +78,10 @@ void PrepareProcess(absl::string_view program) {
   std::signal(SIGXFSZ, SIG_IGN);
 }
 
+void EndProcess(int status) {
+  if (status == kExitOk) std::exit(status);
+  std::fflush(nullptr);
+  _exit(status);
+}
+
 }  // namespace dim0

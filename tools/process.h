@@ -12,6 +12,10 @@ namespace dim0 {
 // program gets its number and the terminal's lines with it. Call once, first in main().
 void PrepareProcess(absl::string_view program);
 
+// Ends the process with main()'s status. After a failure without exit handlers: OpenBLAS's waits
+// for its own threads, also for those that the system refused to start.
+[[noreturn]] void EndProcess(int status);
+
 }  // namespace dim0
 
 #endif  // DIM0_TOOLS_PROCESS_H_

@@ -8,6 +8,11 @@
 #   tools/test.sh //collectives/... --test_filter='*Broadcast*'
 set -euo pipefail
 
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+  sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+  exit
+fi
+
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 options=()

@@ -32,6 +32,7 @@
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 #include "tools/flags.h"
+#include "tools/process.h"
 
 ABSL_FLAG(std::string, model, "gpt2", "shape: gpt2, gpt2-medium, gpt2-large or gpt2-xl");
 ABSL_FLAG(int64_t, layers, 0, "number of blocks; 0: as --model says");
@@ -124,7 +125,7 @@ struct Setup {
       return CreateOptimizer(config, device, group);
     };
     workload.lr_factor = [schedule = schedule](int64_t step) { return schedule.Factor(step); };
-    workload.lr = optimizer.adamw.lr;
+    workload.learning_rates = optimizer.LearningRates();
     workload.flags = ProgramFlags();
     workload.store_transposed = Gpt2StoredTransposed;
     workload.extra_files = {{"config.json", Gpt2ConfigJson(model)}};
@@ -147,11 +148,6 @@ absl::StatusOr<Setup> SetupFromFlags() {
   for (const auto& [flag, value, least] : std::vector<std::tuple<const char*, double, double>>{
            {"ranks", absl::GetFlag(FLAGS_ranks), 1},
            {"threads_per_rank", absl::GetFlag(FLAGS_threads_per_rank), 0},
-           {"layers", absl::GetFlag(FLAGS_layers), 0},
-           {"width", absl::GetFlag(FLAGS_width), 0},
-           {"heads", absl::GetFlag(FLAGS_heads), 0},
-           {"vocab", absl::GetFlag(FLAGS_vocab), 0},
-           {"positions", absl::GetFlag(FLAGS_positions), 0},
            {"seq_len", absl::GetFlag(FLAGS_seq_len), 1},
            {"batch", absl::GetFlag(FLAGS_batch), 1},
            {"grad_accum", absl::GetFlag(FLAGS_grad_accum), 1},
@@ -174,10 +170,6 @@ absl::StatusOr<Setup> SetupFromFlags() {
   for (const auto& [flag, value, most] : std::vector<std::tuple<const char*, int64_t, int64_t>>{
            {"ranks", absl::GetFlag(FLAGS_ranks), kMostThreads},
            {"threads_per_rank", absl::GetFlag(FLAGS_threads_per_rank), kMostThreads},
-           {"layers", absl::GetFlag(FLAGS_layers), 10'000},
-           {"width", absl::GetFlag(FLAGS_width), 1'000'000},
-           {"vocab", absl::GetFlag(FLAGS_vocab), 100'000'000},
-           {"positions", absl::GetFlag(FLAGS_positions), 100'000'000},
            {"seq_len", absl::GetFlag(FLAGS_seq_len), 100'000'000},
            {"batch", absl::GetFlag(FLAGS_batch), 1'000'000},
            {"grad_accum", absl::GetFlag(FLAGS_grad_accum), 1'000'000}}) {
@@ -283,12 +275,16 @@ absl::StatusOr<Setup> SetupFromFlags() {
   return setup;
 }
 
-absl::StatusOr<int64_t> PlannedBytes(const Setup& setup) {
-  DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
-                        PlanMemory(setup.trainer, setup.MakeWorkload()));
+int64_t TotalBytes(const std::vector<MemoryUse>& plan) {
   int64_t bytes = 0;
   for (const MemoryUse& rank : plan) bytes += rank.total();
   return bytes;
+}
+
+absl::StatusOr<int64_t> PlannedBytes(const Setup& setup) {
+  DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
+                        PlanMemory(setup.trainer, setup.MakeWorkload()));
+  return TotalBytes(plan);
 }
 
 // Prints the predicted memory; refuses a run that does not fit, with changes of flags that would
@@ -302,10 +298,10 @@ absl::Status CheckMemory(const Setup& setup) {
   DIM0_ASSIGN_OR_RETURN(
       const int64_t available,
       device->AvailableBytes(setup.trainer.ranks * setup.trainer.threads_per_rank));
-  DIM0_ASSIGN_OR_RETURN(const int64_t needed, PlannedBytes(setup));
+  const int64_t needed = TotalBytes(plan);
   if (needed <= available) return absl::OkStatus();
 
-  // Each change alone, then all of them.
+  // Each change alone; else as many together, the cheapest for speed first, as it takes.
   using Change = std::pair<const char*, void (*)(Setup&)>;
   const std::vector<Change> changes = {
       {"--recompute", [](Setup& s) { s.recompute = true; }},
@@ -315,22 +311,28 @@ absl::Status CheckMemory(const Setup& setup) {
       {"--reshard_after_forward", [](Setup& s) { s.trainer.engine.reshard_after_forward = true; }},
       {"--optimizer=rmnp", [](Setup& s) { s.optimizer.name = "rmnp"; }}};
   std::vector<std::string> fitting;
-  Setup all = setup;
-  std::vector<std::string> all_flags;
+  Setup together = setup;
+  int64_t together_bytes = needed;
+  std::vector<std::string> together_flags;
   for (const auto& [flag, change] : changes) {
-    Setup changed = setup;
-    change(changed);
-    change(all);
-    DIM0_ASSIGN_OR_RETURN(const int64_t bytes, PlannedBytes(changed));
-    if (bytes < needed) all_flags.push_back(flag);
-    if (bytes <= available) fitting.push_back(flag);
+    Setup alone = setup;
+    change(alone);
+    DIM0_ASSIGN_OR_RETURN(const int64_t alone_bytes, PlannedBytes(alone));
+    if (alone_bytes <= available) fitting.push_back(flag);
+    if (together_bytes <= available) continue;
+    Setup added = together;
+    change(added);
+    DIM0_ASSIGN_OR_RETURN(const int64_t added_bytes, PlannedBytes(added));
+    if (added_bytes >= together_bytes) continue;
+    together = added;
+    together_bytes = added_bytes;
+    together_flags.push_back(flag);
   }
-  DIM0_ASSIGN_OR_RETURN(const int64_t with_all, PlannedBytes(all));
   std::string advice;
   if (!fitting.empty()) {
     advice = absl::StrCat("it would fit with ", absl::StrJoin(fitting, " or with "));
-  } else if (with_all <= available) {
-    advice = absl::StrCat("it would fit with ", absl::StrJoin(all_flags, " "), " together");
+  } else if (together_bytes <= available) {
+    advice = absl::StrCat("it would fit with ", absl::StrJoin(together_flags, " "), " together");
   } else {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
@@ -403,4 +405,4 @@ int Main(int argc, char** argv) {
 }  // namespace
 }  // namespace dim0
 
-int main(int argc, char** argv) { return dim0::Main(argc, argv); }
+int main(int argc, char** argv) { dim0::EndProcess(dim0::Main(argc, argv)); }
