@@ -465,8 +465,9 @@ TEST_F(ProgramsTest, TrainEndsWithOneLineWhereTheSystemGivesItNoThreads) {
   GTEST_SKIP() << "sanitizers need more address space than the limit gives";
 #endif
   const std::string train = absl::StrJoin(TrainArguments({}), " ");
-  const Outcome outcome =
-      Run("/bin/sh", {"-c", absl::StrCat("ulimit -v 140000 && exec tools/train ", train)});
+  const Outcome outcome = Run(
+      "/bin/sh",
+      {"-c", absl::StrCat("ulimit -v 140000 && OPENBLAS_NUM_THREADS=2 exec tools/train ", train)});
   EXPECT_EQ(outcome.exit_status, 1);
   EXPECT_THAT(outcome.err, HasSubstr("train: the limit on address space (ulimit -v) is 0.1 GiB"));
 }
