@@ -5,6 +5,9 @@
 // `gradient_scale` is one float in device memory by which gradients are multiplied as they are
 // read. If it is not finite, the method changes nothing: a step whose gradients are broken leaves
 // no trace.
+//
+// Parameters, gradients, state and matrix products are float32. What travels between ranks ("any
+// type" below) is float32 or bfloat16, rounded to nearest, ties to even.
 #ifndef DIM0_OPTIM_KERNELS_H_
 #define DIM0_OPTIM_KERNELS_H_
 
@@ -29,14 +32,18 @@ struct AdamWArguments {
   const float* gradient_scale;
 };
 
-// Rows of one matrix; `scale` multiplies lr in the update but not in the decay.
+// Rows of one matrix, or the same part of some of its rows; `scale` multiplies lr in the update but
+// not in the decay.
 struct RmnpTensor {
   Tensor value, gradient, momentum;
   double scale = 1;
+  // Where rows are cut between ranks: one float a row, device memory, for sums of squares.
+  float* row_squares = nullptr;
 };
 struct RmnpArguments {
   double lr, momentum, eps, weight_decay;
   bool nesterov;
+  double power;  // in [0, 1); 0 is RMNP
   const float* gradient_scale;
 };
 
@@ -50,30 +57,48 @@ class OptimizerKernels {
                      const AdamWArguments& arguments) = 0;
 
   // Deng et al., "RMNP: row-momentum normalized preconditioning". V <- mu V + G; U = G + mu V (or V
-  // without Nesterov); W <- W (1 - lr wd) - lr scale U_i / max(||U_i||, eps), row by row, one op
-  // for all matrices. A row's result depends on that row only, to the bit.
+  // without Nesterov); W <- W (1 - lr wd) - lr scale U_i / max(||U_i||, eps)^(1 - power), row by
+  // row, one op for all matrices. A row's result depends on that row only, to the bit.
   virtual void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
                     const RmnpArguments& arguments) = 0;
 
-  // V <- mu V + G; out = G + mu V with Nesterov, V without. Same shapes.
+  // The same in two halves, for layouts that cut rows. The first updates the momentum and sets
+  // row_squares to the sums of U^2 over the part of each row that is here; the second takes the
+  // sums over whole rows from there and updates the values.
+  virtual void RmnpRowSquares(Stream& stream, std::vector<RmnpTensor> parts,
+                              const RmnpArguments& arguments) = 0;
+  virtual void RmnpApply(Stream& stream, std::vector<RmnpTensor> parts,
+                         const RmnpArguments& arguments) = 0;
+
+  // V <- mu V + G; out = G + mu V with Nesterov, V without. Same shapes; `out` of any type.
   virtual void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
                         bool nesterov, const float* gradient_scale, const Tensor& out) = 0;
 
-  // W <- W (1 - decay) - step * update. Same shapes.
+  // W <- W (1 - decay) - step * update. Same shapes; `update` of any type.
   virtual void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& update, float step,
                            float decay, const float* gradient_scale) = 0;
 
-  // x <- x / ||x||_F; a zero matrix stays zero.
-  virtual void Normalize(Stream& stream, const Tensor& x) = 0;
+  // out = length x / ||x||_F, the norm in float64; a zero matrix stays zero. `x` of any type; `out`
+  // may be `x`.
+  virtual void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) = 0;
 
   // c [s, s] = alpha op(x) op(x)^T + beta c, with op the transpose if `transposed`.
   virtual void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed,
                                 float beta, const Tensor& c) = 0;
 
-  // c = alpha a b + beta c.
-  virtual void MatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b, float beta,
-                      const Tensor& c) = 0;
+  // c [s, s] = alpha a b + beta c, where c and the product a b are symmetric: a and b commute, as
+  // polynomials of one symmetric matrix do. Only one triangle is computed.
+  virtual void SymmetricMatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b,
+                               float beta, const Tensor& c) = 0;
 
+  // c = alpha op(a) op(b) + beta c, op the transpose where asked for.
+  virtual void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a,
+                      const Tensor& b, bool transpose_b, float beta, const Tensor& c) = 0;
+
+  // c [s, s] <- c + value I.
+  virtual void AddToDiagonal(Stream& stream, const Tensor& c, float value) = 0;
+
+  // Same size; each of any type.
   virtual void Copy(Stream& stream, const Tensor& source, const Tensor& target) = 0;
 };
 

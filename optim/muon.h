@@ -24,10 +24,22 @@
 
 #include "collectives/process_group.h"
 #include "optim/kernels.h"
+#include "optim/newton_schulz.h"
 #include "optim/scale.h"
 #include "runtime/optimizer.h"
 
 namespace dim0 {
+
+// How the ranks come by whole matrices. Bytes are what a rank sends in a step, S being all matrices'
+// bytes on the wire and N the ranks, when rows divide evenly.
+enum class MuonSchedule : uint8_t {
+  kOwner,      // rows to the owner, its result's rows back: 2 (N-1)/N S / N
+  kRedundant,  // all-gather, every rank orthogonalises everything: (N-1)/N S
+  kBroadcast,  // all-gather, the owner orthogonalises, broadcast: (N-1)/N S + S
+};
+
+// A fused weight as one matrix or as several.
+enum class MatrixSplit : uint8_t { kOff, kQkv, kHeads };
 
 struct MuonConfig {
   double lr = 2e-2;
@@ -35,7 +47,19 @@ struct MuonConfig {
   bool nesterov = true;
   double weight_decay = 0;
   UpdateScale scale = UpdateScale::kSpectral;
+  MuonSchedule schedule = MuonSchedule::kOwner;
+  // Of momentum and results between ranks: kBFloat16 or kFloat32. A rank's own rows are rounded
+  // alike, so that the result does not depend on who owns what.
+  DType wire = DType::kBFloat16;
+  NewtonSchulzConfig newton_schulz;
+  MatrixSplit split = MatrixSplit::kOff;
 };
+
+// "owner", "redundant" or "broadcast"; "off", "qkv" or "heads"; "bfloat16" or "float32". Errors:
+// NotFound, listing these.
+absl::StatusOr<MuonSchedule> ParseMuonSchedule(absl::string_view name);
+absl::StatusOr<MatrixSplit> ParseMatrixSplit(absl::string_view name);
+absl::StatusOr<DType> ParseMuonWire(absl::string_view name);
 
 class Muon : public Optimizer {
  public:

@@ -1,28 +1,83 @@
 // Newton-Schulz orthogonalisation: X = U S V^T becomes about U V^T by five odd polynomials of X,
 // each made of matrix products only (Jordan et al., "Muon: an optimizer for hidden layers in neural
-// networks").
+// networks"). Everything runs on the smaller side, s x s with s = min(m, n), and nothing is
+// transposed in memory: a matrix and its transpose take the same path.
 #ifndef DIM0_OPTIM_NEWTON_SCHULZ_H_
 #define DIM0_OPTIM_NEWTON_SCHULZ_H_
 
 #include <cstdint>
 
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "optim/kernels.h"
 #include "runtime/stream.h"
 #include "runtime/tensor.h"
 
 namespace dim0 {
 
-// Floats of workspace for a matrix [m, n]: one more of it, and two s x s with s = min(m, n).
-int64_t NewtonSchulzWorkspace(int64_t m, int64_t n);
+// A step is X <- a X + (b A + c A A) X with A = X X^T.
+struct NewtonSchulzStep {
+  float a, b, c;
+};
 
-// FLOPs executed for a matrix [m, n], symmetric products counted as one triangle.
-double NewtonSchulzFlops(int64_t m, int64_t n);
+enum class NewtonSchulzCoefficients : uint8_t {
+  kJordan,        // one polynomial five times; singular values end in about [0.68, 1.2]
+  kPolarExpress,  // Amsel et al., "The Polar Express", the minimax polynomials of each step
+  kYou,           // You Jiacheng's, as in the modded-nanogpt speedrun
+};
 
-// Enqueues the iteration on `matrix` [m, n], in place; `workspace` holds NewtonSchulzWorkspace
-// floats. Works on the smaller side without transposing in memory. Singular values end in about
-// [0.68, 1.2]; a zero matrix stays zero, and the length of the input does not matter.
-void NewtonSchulz(OptimizerKernels& kernels, Stream& stream, const Tensor& matrix,
-                  float* workspace);
+enum class NewtonSchulzAlgorithm : uint8_t {
+  kAuto,          // kSymmetric or kGram, whichever needs fewer FLOPs at the shape
+  kStandard,      // every product in full
+  kSymmetric,     // products that are symmetric as one triangle
+  kGram,          // iterates on s x s matrices; meets X again before the third step and at the end
+  kGramAccurate,  // meets X also before the second and the fourth step instead of the third
+};
+
+struct NewtonSchulzConfig {
+  NewtonSchulzCoefficients coefficients = NewtonSchulzCoefficients::kJordan;
+  NewtonSchulzAlgorithm algorithm = NewtonSchulzAlgorithm::kAuto;
+};
+
+// "jordan", "polar_express", "you"; "auto", "standard", "symmetric", "gram", "gram_accurate".
+// Errors: NotFound, listing these.
+absl::StatusOr<NewtonSchulzCoefficients> ParseNewtonSchulzCoefficients(absl::string_view name);
+absl::StatusOr<NewtonSchulzAlgorithm> ParseNewtonSchulzAlgorithm(absl::string_view name);
+
+// The five steps of a set of coefficients.
+absl::Span<const NewtonSchulzStep> Steps(NewtonSchulzCoefficients coefficients);
+
+// The iteration for one shape [m, n].
+class NewtonSchulz {
+ public:
+  NewtonSchulz(const NewtonSchulzConfig& config, int64_t m, int64_t n);
+
+  // Never kAuto.
+  NewtonSchulzAlgorithm algorithm() const { return algorithm_; }
+  // Symmetric products counted as one triangle, s (s + 1) k for an inner dimension k.
+  double flops() const;
+  // Floats of scratch memory that Enqueue needs.
+  int64_t workspace() const;
+
+  // out = the orthogonalised `in`, both [m, n], float32 or bfloat16; `out` may be `in`. The length
+  // of `in` does not matter; a zero matrix stays zero.
+  void Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in, const Tensor& out,
+               float* workspace) const;
+
+ private:
+  bool gram() const;
+  bool restarts_before(int step) const;
+  void EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+                     float* workspace) const;
+  void EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+                   float* workspace) const;
+
+  const NewtonSchulzCoefficients coefficients_;
+  const int64_t m_, n_;
+  const int64_t s_, l_;  // the smaller side and the larger
+  NewtonSchulzAlgorithm algorithm_;
+};
 
 }  // namespace dim0
 

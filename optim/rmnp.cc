@@ -36,6 +36,7 @@ absl::Status Rmnp::Update(const Unit& unit, const StepParams& params, const Even
                   .eps = config_.eps,
                   .weight_decay = config_.weight_decay,
                   .nesterov = config_.nesterov,
+                  .power = config_.power,
                   .gradient_scale = params.gradient_scale});
   updated_[unit.index] = stream_->Record();
   return absl::OkStatus();
@@ -49,7 +50,7 @@ std::vector<StateTensor> Rmnp::State() {
 
 uint64_t Rmnp::PlanHash() const {
   std::string text = absl::StrCat("rmnp ", config_.lr, " ", config_.momentum, " ", config_.nesterov,
-                                  " ", config_.eps, " ", config_.weight_decay);
+                                  " ", config_.eps, " ", config_.weight_decay, " ", config_.power);
   for (const auto& [id, matrix] : matrices_) absl::StrAppend(&text, " ", id);
   return HashBytes(text);
 }

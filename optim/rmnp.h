@@ -19,6 +19,8 @@ struct RmnpConfig {
   bool nesterov = true;
   double eps = 1e-12;
   double weight_decay = 0;
+  // HTRMNP: rows are divided by their norm to the power 1 - power; in [0, 1), 0 is RMNP.
+  double power = 0;
 };
 
 class Rmnp : public Optimizer {

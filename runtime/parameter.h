@@ -30,6 +30,10 @@ struct ParameterSpec {
   int64_t cols = 1;
   ParameterRole role = ParameterRole::kVector;
   Init init;
+  // Of a weight that is several matrices one below the other: how many (3 for Q, K and V), and how
+  // many heads each of them has. rows is divisible by their product.
+  int fused = 1;
+  int heads = 1;
 
   int64_t size() const { return rows * cols; }
 };
