@@ -30,8 +30,8 @@
 
 namespace dim0 {
 
-// How the ranks come by whole matrices. Bytes are what a rank sends in a step, S being all matrices'
-// bytes on the wire and N the ranks, when rows divide evenly.
+// How the ranks come by whole matrices. Bytes are what a rank sends in a step, S being all
+// matrices' bytes on the wire and N the ranks, when rows divide evenly.
 enum class MuonSchedule : uint8_t {
   kOwner,      // rows to the owner, its result's rows back: 2 (N-1)/N S / N
   kRedundant,  // all-gather, every rank orthogonalises everything: (N-1)/N S

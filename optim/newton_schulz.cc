@@ -3,54 +3,210 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/check.h"
+
 namespace dim0 {
 namespace {
 
-// Five times X <- a X + (b A + c A A) X with A = X X^T (Jordan's coefficients).
-constexpr int kSteps = 5;
-constexpr float kA = 3.4445f;
-constexpr float kB = -4.7750f;
-constexpr float kC = 2.0315f;
+constexpr NewtonSchulzStep kJordanStep = {3.4445f, -4.7750f, 2.0315f};
+constexpr NewtonSchulzStep kJordan[] = {kJordanStep, kJordanStep, kJordanStep, kJordanStep,
+                                        kJordanStep};
+constexpr NewtonSchulzStep kPolarExpress[] = {
+    {8.156554524902461f, -22.48329292557795f, 15.878769915207462f},
+    {4.042929935166739f, -2.808917465908714f, 0.5000178451051316f},
+    {3.8916678022926607f, -2.772484153217685f, 0.5060648178503393f},
+    {3.285753657755655f, -2.3681294933425376f, 0.46449024233003106f},
+    {2.3465413258596377f, -1.7097828382687081f, 0.42323551169305323f}};
+constexpr NewtonSchulzStep kYou[] = {{4.0848f, -6.8946f, 2.9270f},
+                                     {3.9505f, -6.3029f, 2.6377f},
+                                     {3.7418f, -5.5913f, 2.3037f},
+                                     {2.8769f, -3.1427f, 1.2046f},
+                                     {2.8366f, -3.0525f, 1.2012f}};
+
+// The Frobenius norm at which the iteration starts. Polar Express's first polynomial leaves room
+// above 1 for rounding.
+double StartLength(NewtonSchulzCoefficients coefficients) {
+  return coefficients == NewtonSchulzCoefficients::kPolarExpress ? 1 / 1.02 : 1;
+}
 
 }  // namespace
 
-int64_t NewtonSchulzWorkspace(int64_t m, int64_t n) {
-  const int64_t s = std::min(m, n);
-  return m * n + 2 * s * s;
+absl::StatusOr<NewtonSchulzCoefficients> ParseNewtonSchulzCoefficients(absl::string_view name) {
+  if (name == "jordan") return NewtonSchulzCoefficients::kJordan;
+  if (name == "polar_express") return NewtonSchulzCoefficients::kPolarExpress;
+  if (name == "you") return NewtonSchulzCoefficients::kYou;
+  return absl::NotFoundError(
+      absl::StrCat("--ns_coefficients=", name, " is unknown; choose jordan, polar_express or you"));
 }
 
-double NewtonSchulzFlops(int64_t m, int64_t n) {
-  const auto s = static_cast<double>(std::min(m, n));
-  const auto l = static_cast<double>(std::max(m, n));
-  return kSteps * (s * (s + 1) * l + s * (s + 1) * s + 2 * s * s * l);
+absl::StatusOr<NewtonSchulzAlgorithm> ParseNewtonSchulzAlgorithm(absl::string_view name) {
+  if (name == "auto") return NewtonSchulzAlgorithm::kAuto;
+  if (name == "standard") return NewtonSchulzAlgorithm::kStandard;
+  if (name == "symmetric") return NewtonSchulzAlgorithm::kSymmetric;
+  if (name == "gram") return NewtonSchulzAlgorithm::kGram;
+  if (name == "gram_accurate") return NewtonSchulzAlgorithm::kGramAccurate;
+  return absl::NotFoundError(
+      absl::StrCat("--ns_algorithm=", name,
+                   " is unknown; choose auto, standard, symmetric, gram or gram_accurate"));
 }
 
-void NewtonSchulz(OptimizerKernels& kernels, Stream& stream, const Tensor& matrix,
-                  float* workspace) {
-  const bool tall = matrix.rows > matrix.cols;
-  const int64_t s = std::min(matrix.rows, matrix.cols);
-  Tensor x = matrix;
-  Tensor next = F32(workspace, matrix.rows, matrix.cols);
-  const Tensor gram = F32(workspace + matrix.size(), s, s);
-  const Tensor polynomial = F32(workspace + matrix.size() + s * s, s, s);
+absl::Span<const NewtonSchulzStep> Steps(NewtonSchulzCoefficients coefficients) {
+  switch (coefficients) {
+    case NewtonSchulzCoefficients::kPolarExpress:
+      return kPolarExpress;
+    case NewtonSchulzCoefficients::kYou:
+      return kYou;
+    case NewtonSchulzCoefficients::kJordan:
+      break;
+  }
+  return kJordan;
+}
 
-  kernels.Normalize(stream, x);
-  for (int step = 0; step < kSteps; ++step) {
-    kernels.SymmetricProduct(stream, 1, x, tall, 0, gram);
-    // polynomial = b A + c A A; A is symmetric, so A A = A A^T.
-    kernels.Copy(stream, gram, polynomial);
-    kernels.SymmetricProduct(stream, kC, gram, false, kB, polynomial);
-    kernels.Copy(stream, x, next);
-    if (tall) {
-      kernels.MatMul(stream, 1, x, polynomial, kA, next);
+NewtonSchulz::NewtonSchulz(const NewtonSchulzConfig& config, int64_t m, int64_t n)
+    : coefficients_(config.coefficients),
+      m_(m),
+      n_(n),
+      s_(std::min(m, n)),
+      l_(std::max(m, n)),
+      algorithm_(config.algorithm) {
+  if (algorithm_ != NewtonSchulzAlgorithm::kAuto) return;
+  algorithm_ = NewtonSchulzAlgorithm::kSymmetric;
+  const double symmetric = flops();
+  algorithm_ = NewtonSchulzAlgorithm::kGram;
+  if (symmetric <= flops()) algorithm_ = NewtonSchulzAlgorithm::kSymmetric;
+}
+
+bool NewtonSchulz::gram() const {
+  return algorithm_ == NewtonSchulzAlgorithm::kGram ||
+         algorithm_ == NewtonSchulzAlgorithm::kGramAccurate;
+}
+
+bool NewtonSchulz::restarts_before(int step) const {
+  if (algorithm_ == NewtonSchulzAlgorithm::kGramAccurate) return step == 1 || step == 3;
+  return step == 2;
+}
+
+double NewtonSchulz::flops() const {
+  const auto s = static_cast<double>(s_);
+  const auto l = static_cast<double>(l_);
+  const int steps = Steps(coefficients_).size();
+  const double apply = 2 * s * s * l;  // of an s x s matrix to X
+  const double triangle = s * (s + 1);
+  if (algorithm_ == NewtonSchulzAlgorithm::kStandard) return steps * (2 * apply + 2 * s * s * s);
+  if (!gram()) return steps * (triangle * l + triangle * s + apply);
+  double flops = triangle * l + apply;  // the first Gram matrix, the last application
+  for (int step = 0; step < steps; ++step) {
+    const bool restart = restarts_before(step);
+    if (restart) flops += apply + triangle * l;
+    flops += triangle * s;                                                          // Z
+    if (step > 0 && !restart) flops += triangle * s;                                // Q
+    if (step + 1 < steps && !restarts_before(step + 1)) flops += 2 * triangle * s;  // T and R
+  }
+  return flops;
+}
+
+int64_t NewtonSchulz::workspace() const { return 2 * s_ * l_ + (gram() ? 5 : 2) * s_ * s_; }
+
+void NewtonSchulz::Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in,
+                           const Tensor& out, float* workspace) const {
+  DIM0_CHECK(in.rows == m_ && in.cols == n_ && out.rows == m_ && out.cols == n_);
+  kernels.Normalize(stream, in, StartLength(coefficients_), F32(workspace, m_, n_));
+  if (gram()) {
+    EnqueueGram(kernels, stream, out, workspace);
+  } else {
+    EnqueueDirect(kernels, stream, out, workspace);
+  }
+}
+
+// X is at the start of the workspace.
+void NewtonSchulz::EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+                                 float* workspace) const {
+  const bool tall = m_ > n_;
+  Tensor x = F32(workspace, m_, n_);
+  Tensor next = F32(workspace + x.size(), m_, n_);
+  float* squares = workspace + 2 * x.size();
+  const Tensor gram = F32(squares, s_, s_);
+  const Tensor polynomial = F32(squares + s_ * s_, s_, s_);
+  const bool standard = algorithm_ == NewtonSchulzAlgorithm::kStandard;
+
+  for (const NewtonSchulzStep& step : Steps(coefficients_)) {
+    if (standard) {
+      kernels.MatMul(stream, 1, x, tall, x, !tall, 0, gram);
     } else {
-      kernels.MatMul(stream, 1, polynomial, x, kA, next);
+      kernels.SymmetricProduct(stream, 1, x, tall, 0, gram);
     }
+    // a I + b A + c A A, so that one product more makes the next X.
+    kernels.Copy(stream, gram, polynomial);
+    if (standard) {
+      kernels.MatMul(stream, step.c, gram, false, gram, false, step.b, polynomial);
+    } else {
+      kernels.SymmetricProduct(stream, step.c, gram, false, step.b, polynomial);
+    }
+    kernels.AddToDiagonal(stream, polynomial, step.a);
+    Apply(kernels, stream, polynomial, x, next);
     std::swap(x, next);
   }
-  // An odd number of swaps leaves the result in the workspace.
-  static_assert(kSteps % 2 == 1);
-  kernels.Copy(stream, x, next);
+  kernels.Copy(stream, x, out);
+}
+
+void NewtonSchulz::EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+                               float* workspace) const {
+  const bool tall = m_ > n_;
+  Tensor x = F32(workspace, m_, n_);
+  Tensor next = F32(workspace + x.size(), m_, n_);
+  float* squares = workspace + 2 * x.size();
+  const auto take = [&] {
+    const Tensor square = F32(squares, s_, s_);
+    squares += s_ * s_;
+    return square;
+  };
+  // R = X X^T of the X that Q would make; Q is what X is still to be multiplied by.
+  Tensor r = take(), z = take(), q = take(), t = take(), spare = take();
+
+  const absl::Span<const NewtonSchulzStep> steps = Steps(coefficients_);
+  kernels.SymmetricProduct(stream, 1, x, tall, 0, r);
+  bool fresh = true;  // Q is the identity and not in memory
+  for (int i = 0; i < static_cast<int>(steps.size()); ++i) {
+    const auto& [a, b, c] = steps[i];
+    if (restarts_before(i)) {
+      Apply(kernels, stream, q, x, next);
+      std::swap(x, next);
+      kernels.SymmetricProduct(stream, 1, x, tall, 0, r);
+      fresh = true;
+    }
+    // Z = b R + c R R: the step multiplies X by a I + Z.
+    kernels.Copy(stream, r, z);
+    kernels.SymmetricProduct(stream, c, r, false, b, z);
+    if (fresh) {
+      kernels.Copy(stream, z, q);
+      kernels.AddToDiagonal(stream, q, a);
+      fresh = false;
+    } else {
+      kernels.Copy(stream, q, spare);
+      kernels.SymmetricMatMul(stream, 1, q, z, a, spare);
+      std::swap(q, spare);
+    }
+    if (i + 1 == static_cast<int>(steps.size()) || restarts_before(i + 1)) continue;
+    // R <- (a I + Z) R (a I + Z).
+    kernels.Copy(stream, r, t);
+    kernels.SymmetricMatMul(stream, 1, r, z, a, t);
+    kernels.Copy(stream, t, r);
+    kernels.SymmetricMatMul(stream, 1, z, t, a, r);
+  }
+  Apply(kernels, stream, q, x, next);
+  kernels.Copy(stream, next, out);
+}
+
+// next = P X, or X P where X is tall.
+void NewtonSchulz::Apply(OptimizerKernels& kernels, Stream& stream, const Tensor& polynomial,
+                         const Tensor& x, const Tensor& next) const {
+  if (m_ > n_) {
+    kernels.MatMul(stream, 1, x, false, polynomial, false, 0, next);
+  } else {
+    kernels.MatMul(stream, 1, polynomial, false, x, false, 0, next);
+  }
 }
 
 }  // namespace dim0

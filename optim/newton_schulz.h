@@ -72,6 +72,8 @@ class NewtonSchulz {
                      float* workspace) const;
   void EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
                    float* workspace) const;
+  void Apply(OptimizerKernels& kernels, Stream& stream, const Tensor& polynomial, const Tensor& x,
+             const Tensor& next) const;
 
   const NewtonSchulzCoefficients coefficients_;
   const int64_t m_, n_;

@@ -89,4 +89,22 @@ void SymmetricProduct(ThreadPool& pool, Transpose transpose, int64_t n, int64_t 
                    [&](int64_t begin, int64_t end) { MirrorUpper(c, ldc, begin, end); });
 }
 
+void SymmetricMatMul(ThreadPool& pool, int64_t n, float alpha, const float* a, const float* b,
+                     float beta, float* c) {
+  if (n == 0) return;
+  // A panel's square on the diagonal is computed whole: narrow panels waste less and multiply
+  // slower.
+  constexpr int64_t kPanels = 8;
+  const int64_t panels = std::max<int64_t>(kPanels, 4 * pool.threads());
+  const int64_t step = (n / panels + kSliceGrain) / kSliceGrain * kSliceGrain;
+  pool.Run((n + step - 1) / step, [&](int64_t i) {
+    const int64_t begin = i * step;
+    const int64_t end = std::min(n, begin + step);
+    GemmOnThisThread(Transpose::kNo, Transpose::kNo, end - begin, n - begin, n, alpha,
+                     a + begin * n, n, b + begin, n, beta, c + begin * n + begin, n);
+  });
+  pool.ParallelFor(n, kSliceGrain,
+                   [&](int64_t begin, int64_t end) { MirrorUpper(c, n, begin, end); });
+}
+
 }  // namespace dim0::cpu

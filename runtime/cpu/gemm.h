@@ -27,6 +27,11 @@ void GemmOnThisThread(Transpose transpose_a, Transpose transpose_b, int64_t m, i
 void SymmetricProduct(ThreadPool& pool, Transpose transpose, int64_t n, int64_t k, float alpha,
                       const float* a, int64_t lda, float beta, float* c, int64_t ldc);
 
+// C = alpha A B + beta C, all [n, n] without gaps, where C and A B are symmetric. Computes the upper
+// triangle, in panels, and mirrors it.
+void SymmetricMatMul(ThreadPool& pool, int64_t n, float alpha, const float* a, const float* b,
+                     float beta, float* c);
+
 }  // namespace dim0::cpu
 
 #endif  // DIM0_RUNTIME_CPU_GEMM_H_
