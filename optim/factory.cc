@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "optim/split_optimizer.h"
 
 namespace dim0 {
 
@@ -33,7 +32,15 @@ absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig
   } else {
     matrices = std::make_unique<Muon>(config.muon, kernels, device, group);
   }
-  return std::make_unique<SplitOptimizer>(std::move(matrices), std::move(adamw));
+  return std::make_unique<SplitOptimizer>(config.matrix_params, std::move(matrices),
+                                          std::move(adamw));
+}
+
+absl::StatusOr<MatrixParams> ParseMatrixParams(absl::string_view name) {
+  if (name == "hidden") return MatrixParams::kHidden;
+  if (name == "all2d") return MatrixParams::kAll2d;
+  return absl::NotFoundError(
+      absl::StrCat("--matrix_params=", name, " is unknown; choose hidden or all2d"));
 }
 
 absl::StatusOr<UpdateScale> ParseUpdateScale(absl::string_view name) {

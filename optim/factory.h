@@ -13,6 +13,7 @@
 #include "optim/kernels.h"
 #include "optim/muon.h"
 #include "optim/rmnp.h"
+#include "optim/split_optimizer.h"
 #include "runtime/device.h"
 #include "runtime/optimizer.h"
 
@@ -23,6 +24,7 @@ struct OptimizerConfig {
   AdamWConfig adamw = {};      // of every parameter, or of all but the hidden matrices
   RmnpConfig rmnp = {};
   MuonConfig muon = {};
+  MatrixParams matrix_params = MatrixParams::kHidden;  // under rmnp and muon
 
   // Those in use, by the name of the flag that sets them: "lr" of AdamW, and "matrix_lr".
   std::vector<std::pair<std::string, double>> LearningRates() const;
@@ -38,6 +40,9 @@ absl::Status CheckOptimizerName(absl::string_view name);
 
 // "spectral", "match_rms" or "unit". Error: NotFound, listing these.
 absl::StatusOr<UpdateScale> ParseUpdateScale(absl::string_view name);
+
+// "hidden" or "all2d". Error: NotFound, listing these.
+absl::StatusOr<MatrixParams> ParseMatrixParams(absl::string_view name);
 
 }  // namespace dim0
 

@@ -4,10 +4,63 @@
 #include <numeric>
 
 #include "absl/strings/str_cat.h"
-#include "optim/newton_schulz.h"
+#include "absl/strings/str_join.h"
 #include "optim/state.h"
 
 namespace dim0 {
+namespace {
+
+RowRange Intersect(const RowRange& a, const RowRange& b) {
+  const int64_t begin = std::max(a.begin, b.begin);
+  return {begin, std::max(begin, std::min(a.end, b.end))};
+}
+
+// How many equal blocks of rows a parameter is split into.
+int NumBlocks(const ParameterSpec& spec, MatrixSplit split) {
+  switch (split) {
+    case MatrixSplit::kOff:
+      return 1;
+    case MatrixSplit::kQkv:
+      return spec.fused;
+    case MatrixSplit::kHeads:
+      return spec.fused * spec.heads;
+  }
+  return 1;
+}
+
+// Rows [begin, begin + rows) of a matrix.
+Tensor Rows(Tensor matrix, int64_t begin, int64_t rows) {
+  if (matrix.data != nullptr) {
+    matrix.data = static_cast<char*>(matrix.data) + begin * matrix.cols * SizeOf(matrix.dtype);
+  }
+  matrix.rows = rows;
+  return matrix;
+}
+
+}  // namespace
+
+absl::StatusOr<MuonSchedule> ParseMuonSchedule(absl::string_view name) {
+  if (name == "owner") return MuonSchedule::kOwner;
+  if (name == "redundant") return MuonSchedule::kRedundant;
+  if (name == "broadcast") return MuonSchedule::kBroadcast;
+  return absl::NotFoundError(
+      absl::StrCat("--muon_schedule=", name, " is unknown; choose owner, redundant or broadcast"));
+}
+
+absl::StatusOr<MatrixSplit> ParseMatrixSplit(absl::string_view name) {
+  if (name == "off") return MatrixSplit::kOff;
+  if (name == "qkv") return MatrixSplit::kQkv;
+  if (name == "heads") return MatrixSplit::kHeads;
+  return absl::NotFoundError(
+      absl::StrCat("--muon_split=", name, " is unknown; choose off, qkv or heads"));
+}
+
+absl::StatusOr<DType> ParseMuonWire(absl::string_view name) {
+  if (name == "bfloat16") return DType::kBFloat16;
+  if (name == "float32") return DType::kFloat32;
+  return absl::NotFoundError(
+      absl::StrCat("--muon_wire=", name, " is unknown; choose bfloat16 or float32"));
+}
 
 std::vector<int> AssignOwners(absl::Span<const double> costs, int world_size) {
   std::vector<int> order(costs.size());
@@ -28,79 +81,152 @@ Muon::~Muon() {
   }
 }
 
+bool Muon::Receives(const Block& block) const {
+  return config_.schedule != MuonSchedule::kOwner || block.owner == group_.rank();
+}
+
+bool Muon::Orthogonalizes(const Block& block) const {
+  return config_.schedule == MuonSchedule::kRedundant || block.owner == group_.rank();
+}
+
 absl::Status Muon::Plan(const ParameterTable& table, absl::Span<const int> ids,
                         const OptimizerResources& resources) {
   update_order_ = resources.update_order;
   std::vector<int> position(table.num_units(), 0);
   for (size_t i = 0; i < update_order_.size(); ++i) position[update_order_[i]] = i;
-
   std::vector<int> ordered(ids.begin(), ids.end());
   std::stable_sort(ordered.begin(), ordered.end(),
                    [&](int a, int b) { return position[table[a].unit] < position[table[b].unit]; });
-  std::vector<double> costs;
-  StateLayout layout(resources);
-  for (const int id : ordered) {
-    const ParameterSpec& spec = table[id].spec;
-    costs.push_back(NewtonSchulzFlops(spec.rows, spec.cols));
-    matrices_.push_back({.id = id,
-                         .spec = spec,
-                         .owner = 0,
-                         .scale = ScaleOf(config_.scale, spec.rows, spec.cols),
-                         .momentum = layout.Add(spec)});
-  }
-  DIM0_ASSIGN_OR_RETURN(state_, layout.Allocate());
-  for (Matrix& matrix : matrices_) layout.Place(state_, matrix.momentum);
 
-  // Batch k holds the k-th matrix of every owner, in update order.
+  DIM0_RETURN_IF_ERROR(MakeBlocks(table, ordered, resources));
+  MakeBatches(table, position);
+  DIM0_RETURN_IF_ERROR(Allocate(resources));
+  if (resources.allocator->plan_only()) return absl::OkStatus();
+  DIM0_ASSIGN_OR_RETURN(gather_channel_, group_.Open("muon_gather"));
+  DIM0_ASSIGN_OR_RETURN(scatter_channel_, group_.Open("muon_scatter"));
+  gather_ = device_.NewStream("muon_gather");
+  newton_schulz_ = device_.NewStream("newton_schulz");
+  scatter_ = device_.NewStream("muon_scatter");
+  return absl::OkStatus();
+}
+
+absl::Status Muon::MakeBlocks(const ParameterTable& table, absl::Span<const int> ids,
+                              const OptimizerResources& resources) {
+  StateLayout layout(resources);
+  for (const int id : ids) momentum_[id] = layout.Add(table[id].spec);
+  DIM0_ASSIGN_OR_RETURN(state_, layout.Allocate());
+  for (auto& [id, momentum] : momentum_) layout.Place(state_, momentum);
+
+  std::vector<double> costs;
+  for (const int id : ids) {
+    const ParameterSpec& spec = table[id].spec;
+    const int count = NumBlocks(spec, config_.split);
+    DIM0_CHECK(spec.rows % count == 0);
+    const int64_t rows = spec.rows / count;
+    for (int i = 0; i < count; ++i) {
+      Block block = {.id = id,
+                     .name = count == 1 ? spec.name : absl::StrCat(spec.name, "[", i, "]"),
+                     .rows = {i * rows, (i + 1) * rows},
+                     .cols = spec.cols,
+                     .scale = ScaleOf(config_.scale, rows, spec.cols),
+                     .newton_schulz = NewtonSchulz(config_.newton_schulz, rows, spec.cols)};
+      for (int rank = 0; rank < resources.world_size; ++rank) {
+        const RowRange shard = RowsOfRank(spec.rows, resources.world_size, rank);
+        const RowRange local = Intersect(block.rows, shard);
+        block.rows_of_rank.push_back(local);
+        if (rank != resources.rank) continue;
+        block.offset = local.begin - shard.begin;
+        block.momentum = Rows(momentum_[id], block.offset, local.size());
+      }
+      costs.push_back(block.newton_schulz.flops());
+      blocks_.push_back(std::move(block));
+    }
+  }
   const std::vector<int> owners = AssignOwners(costs, resources.world_size);
-  std::vector<size_t> owned(resources.world_size, 0);
-  for (size_t i = 0; i < matrices_.size(); ++i) {
-    Matrix& matrix = matrices_[i];
-    matrix.owner = owners[i];
-    const size_t k = owned[matrix.owner]++;
+  for (size_t i = 0; i < blocks_.size(); ++i) blocks_[i].owner = owners[i];
+  return absl::OkStatus();
+}
+
+void Muon::MakeBatches(const ParameterTable& table, absl::Span<const int> position) {
+  // A batch gives each owner one block, in update order; where all ranks do all, it is one block.
+  std::vector<int> owned(group_.world_size(), 0);
+  for (size_t i = 0; i < blocks_.size(); ++i) {
+    const bool alone = config_.schedule == MuonSchedule::kRedundant;
+    const size_t k = alone ? i : owned[blocks_[i].owner]++;
     if (k == batches_.size()) batches_.emplace_back();
-    batches_[k].matrices.push_back(i);
-    const int unit = table[matrix.id].unit;
+    batches_[k].blocks.push_back(i);
+    const int unit = table[blocks_[i].id].unit;
     batches_[k].last_unit_position = std::max(batches_[k].last_unit_position, position[unit]);
     last_batch_[unit] = std::max<int>(last_batch_[unit], k);
   }
   batch_done_.resize(batches_.size());
+  for (Batch& batch : batches_) {
+    batch.name = absl::StrJoin(batch.blocks, ", ", [this](std::string* out, int i) {
+      absl::StrAppend(out, blocks_[i].name);
+    });
+  }
+}
 
-  int64_t rows_floats = 0, matrix_floats = 0, workspace_floats = 0;
+absl::Status Muon::Allocate(const OptimizerResources& resources) {
+  const int64_t wire = SizeOf(config_.wire);
+  // Blocks start on cache lines.
+  const auto aligned = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+  int64_t rows_bytes = 0, whole_bytes = 0, workspace = 0;
   for (const Batch& batch : batches_) {
-    int64_t floats = 0;
-    for (const int i : batch.matrices) floats += matrices_[i].momentum.size();
-    rows_floats = std::max(rows_floats, floats);
+    int64_t rows = 0, whole = 0;
+    for (const int i : batch.blocks) {
+      if (Receives(blocks_[i])) {
+        whole += aligned(blocks_[i].size() * wire);
+      } else {
+        rows += aligned(blocks_[i].momentum.size() * wire);
+      }
+      if (!Orthogonalizes(blocks_[i])) continue;
+      workspace = std::max(workspace, blocks_[i].newton_schulz.workspace());
+    }
+    rows_bytes = std::max(rows_bytes, rows);
+    whole_bytes = std::max(whole_bytes, whole);
   }
-  for (const Matrix& matrix : matrices_) {
-    if (matrix.owner != resources.rank) continue;
-    matrix_floats = std::max(matrix_floats, matrix.spec.size());
-    workspace_floats =
-        std::max(workspace_floats, NewtonSchulzWorkspace(matrix.spec.rows, matrix.spec.cols));
-  }
-  const auto allocate = [&](int64_t floats, Buffer& buffer) -> absl::Status {
-    DIM0_ASSIGN_OR_RETURN(buffer, resources.allocator->Allocate(MemoryPurpose::kCommunication,
-                                                                floats * sizeof(float)));
+  const auto allocate = [&](int64_t bytes, Buffer& buffer) -> absl::Status {
+    DIM0_ASSIGN_OR_RETURN(buffer,
+                          resources.allocator->Allocate(MemoryPurpose::kCommunication, bytes));
     return absl::OkStatus();
   };
   for (Slot& slot : slots_) {
-    DIM0_RETURN_IF_ERROR(allocate(rows_floats, slot.rows));
-    DIM0_RETURN_IF_ERROR(allocate(matrix_floats, slot.matrix));
+    DIM0_RETURN_IF_ERROR(allocate(rows_bytes, slot.rows));
+    DIM0_RETURN_IF_ERROR(allocate(whole_bytes, slot.whole));
   }
-  DIM0_RETURN_IF_ERROR(allocate(workspace_floats, workspace_));
+  DIM0_RETURN_IF_ERROR(allocate(workspace * sizeof(float), workspace_));
+  if (resources.allocator->plan_only()) return absl::OkStatus();
 
-  if (!resources.allocator->plan_only()) {
-    DIM0_ASSIGN_OR_RETURN(gather_channel_, group_.Open("muon_gather"));
-    DIM0_ASSIGN_OR_RETURN(scatter_channel_, group_.Open("muon_scatter"));
-    gather_ = device_.NewStream("muon_gather");
-    newton_schulz_ = device_.NewStream("newton_schulz");
-    scatter_ = device_.NewStream("muon_scatter");
+  for (size_t k = 0; k < batches_.size(); ++k) {
+    const Slot& slot = slots_[k % slots_.size()];
+    auto* rows = static_cast<char*>(slot.rows.data());
+    auto* whole = static_cast<char*>(slot.whole.data());
+    for (const int i : batches_[k].blocks) {
+      const Block& block = blocks_[i];
+      Placed placed = {.block = &block,
+                       .local = {rows, config_.wire, block.momentum.rows, block.cols},
+                       .whole = {nullptr, config_.wire, 0, block.cols}};
+      if (Receives(block)) {
+        placed.whole = {whole, config_.wire, block.rows.size(), block.cols};
+        const RowRange& local = block.rows_of_rank[resources.rank];
+        placed.local = Rows(placed.whole, local.begin - block.rows.begin, local.size());
+        whole += aligned(placed.whole.bytes());
+      } else {
+        rows += aligned(placed.local.bytes());
+      }
+      batches_[k].placed.push_back(placed);
+    }
   }
   return absl::OkStatus();
 }
 
 absl::Status Muon::Update(const Unit& unit, const StepParams& params, const Event& ready) {
   DIM0_CHECK(update_order_[units_arrived_] == unit.index);
+  if (units_arrived_ == 0) {
+    ReadTimes(earlier_times_);
+    earlier_times_.swap(times_);
+  }
   for (const ParameterShard& shard : unit.parameters) shards_[shard.id] = shard;
 
   gather_->Wait(ready);
@@ -118,83 +244,156 @@ absl::Status Muon::Update(const Unit& unit, const StepParams& params, const Even
 }
 
 void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
-  const int world_size = group_.world_size();
-  const int rank = group_.rank();
-  const double lr = config_.lr * params.lr_scale;
-
-  // Local rows of each matrix, by owner; and the whole matrix this rank owns, if the batch has one.
-  std::vector<ConstSegment> rows_out(world_size);
-  std::vector<Segment> rows_in(world_size);
-  std::vector<ConstSegment> whole_out(world_size);
-  std::vector<Segment> whole_in(world_size);
-  std::vector<Tensor> local(batch.matrices.size());
-  const Matrix* owned = nullptr;
-  int64_t offset = 0;
-  for (size_t i = 0; i < batch.matrices.size(); ++i) {
-    const Matrix& matrix = matrices_[batch.matrices[i]];
-    const Tensor& momentum = matrix.momentum;
-    local[i] = F32(slot.rows.f32() + offset, momentum.rows, momentum.cols);
-    offset += momentum.size();
-    rows_out[matrix.owner] = {local[i].data, local[i].size()};
-    rows_in[matrix.owner] = {local[i].data, local[i].size()};
-    if (matrix.owner != rank) continue;
-    owned = &matrix;
-    for (int peer = 0; peer < world_size; ++peer) {
-      const RowRange rows = RowsOfRank(matrix.spec.rows, world_size, peer);
-      float* start = slot.matrix.f32() + rows.begin * matrix.spec.cols;
-      whole_in[peer] = {start, rows.size() * matrix.spec.cols};
-      whole_out[peer] = {start, rows.size() * matrix.spec.cols};
-    }
-  }
-  const double wire_bytes = 4.0 * offset;
-
   gather_->Wait(slot.free);
-  for (size_t i = 0; i < batch.matrices.size(); ++i) {
-    const Matrix& matrix = matrices_[batch.matrices[i]];
-    kernels_->Momentum(*gather_, shards_[matrix.id].gradient, matrix.momentum,
-                       static_cast<float>(config_.momentum), config_.nesterov,
-                       params.gradient_scale, local[i]);
+  for (const Placed& placed : batch.placed) {
+    const Block& block = *placed.block;
+    kernels_->Momentum(*gather_,
+                       Rows(shards_[block.id].gradient, block.offset, block.momentum.rows),
+                       block.momentum, static_cast<float>(config_.momentum), config_.nesterov,
+                       params.gradient_scale, placed.local);
   }
-  gather_->Enqueue({.name = "muon_gather", .kind = OpKind::kCollective, .bytes = wire_bytes},
-                   [this, rows_out, whole_in](const OpContext& context) {
-                     return gather_channel_->AllToAll(
-                         {Purpose::kOptimizer, "muon_gather", context.native_stream},
-                         DType::kFloat32, rows_out, whole_in);
-                   });
+  EnqueueGather(batch);
 
   newton_schulz_->Wait(gather_->Record());
-  if (owned != nullptr) {
-    NewtonSchulz(*kernels_, *newton_schulz_,
-                 F32(slot.matrix.f32(), owned->spec.rows, owned->spec.cols), workspace_.f32());
-    ++newton_schulz_calls_;
+  for (const Placed& placed : batch.placed) {
+    if (!Orthogonalizes(*placed.block)) continue;
+    const NewtonSchulz& newton_schulz = placed.block->newton_schulz;
+    const Event start = newton_schulz_->Record();
+    newton_schulz.Enqueue(*kernels_, *newton_schulz_, placed.whole, placed.whole, workspace_.f32());
+    times_.emplace_back(start, newton_schulz_->Record());
+    ++work_.calls;
+    work_.flops += newton_schulz.flops();
   }
 
   scatter_->Wait(newton_schulz_->Record());
-  scatter_->Enqueue({.name = "muon_scatter", .kind = OpKind::kCollective, .bytes = wire_bytes},
-                    [this, whole_out, rows_in](const OpContext& context) {
-                      return scatter_channel_->AllToAll(
-                          {Purpose::kOptimizer, "muon_scatter", context.native_stream},
-                          DType::kFloat32, whole_out, rows_in);
-                    });
-  for (size_t i = 0; i < batch.matrices.size(); ++i) {
-    const Matrix& matrix = matrices_[batch.matrices[i]];
-    kernels_->ApplyUpdate(*scatter_, shards_[matrix.id].value, local[i],
-                          static_cast<float>(lr * matrix.scale),
+  EnqueueScatter(batch);
+  const double lr = config_.lr * params.lr_scale;
+  for (const Placed& placed : batch.placed) {
+    const Block& block = *placed.block;
+    kernels_->ApplyUpdate(*scatter_,
+                          Rows(shards_[block.id].value, block.offset, block.momentum.rows),
+                          placed.local, static_cast<float>(lr * block.scale),
                           static_cast<float>(lr * config_.weight_decay), params.gradient_scale);
   }
   slot.free = scatter_->Record();
 }
 
+// The batch's momentum, from the ranks that store its rows to those that get it whole.
+void Muon::EnqueueGather(const Batch& batch) {
+  const int world_size = group_.world_size();
+  double bytes = 0;
+  for (const Placed& placed : batch.placed) bytes += placed.whole.bytes();
+  const OpInfo info = {
+      .name = "muon_gather " + batch.name, .kind = OpKind::kCollective, .bytes = bytes};
+
+  if (config_.schedule != MuonSchedule::kOwner) {
+    gather_->Enqueue(info, [this, &batch, world_size](const OpContext& context) {
+      std::vector<std::vector<int64_t>> counts;
+      std::vector<AllGatherPart> parts;
+      for (const Placed& placed : batch.placed) {
+        std::vector<int64_t>& of_rank = counts.emplace_back();
+        for (int rank = 0; rank < world_size; ++rank) {
+          of_rank.push_back(placed.block->size_on(rank));
+        }
+      }
+      for (size_t i = 0; i < batch.placed.size(); ++i) {
+        parts.push_back({batch.placed[i].local.data, batch.placed[i].whole.data, counts[i]});
+      }
+      return gather_channel_->AllGather({Purpose::kOptimizer, batch.name, context.native_stream},
+                                        config_.wire, parts);
+    });
+    return;
+  }
+  gather_->Enqueue(info, [this, &batch, world_size](const OpContext& context) {
+    std::vector<ConstSegment> rows(world_size);
+    std::vector<Segment> whole(world_size);
+    for (const Placed& placed : batch.placed) {
+      rows[placed.block->owner] = {placed.local.data, placed.local.size()};
+      if (placed.block->owner == group_.rank()) whole = Segments(placed);
+    }
+    return gather_channel_->AllToAll({Purpose::kOptimizer, batch.name, context.native_stream},
+                                     config_.wire, rows, whole);
+  });
+}
+
+// The results, from the owners to the ranks that store the rows. Where every rank has them already
+// there is nothing to do.
+void Muon::EnqueueScatter(const Batch& batch) {
+  if (config_.schedule == MuonSchedule::kRedundant) return;
+  double bytes = 0;
+  for (const Placed& placed : batch.placed) {
+    bytes += placed.whole.data != nullptr ? placed.whole.bytes() : placed.local.bytes();
+  }
+  const OpInfo info = {
+      .name = "muon_scatter " + batch.name, .kind = OpKind::kCollective, .bytes = bytes};
+
+  if (config_.schedule == MuonSchedule::kBroadcast) {
+    scatter_->Enqueue(info, [this, &batch](const OpContext& context) -> absl::Status {
+      for (const Placed& placed : batch.placed) {
+        DIM0_RETURN_IF_ERROR(scatter_channel_->Broadcast(
+            {Purpose::kOptimizer, placed.block->name, context.native_stream}, config_.wire,
+            placed.whole.data, placed.whole.size(), placed.block->owner));
+      }
+      return absl::OkStatus();
+    });
+    return;
+  }
+  scatter_->Enqueue(info, [this, &batch](const OpContext& context) {
+    std::vector<ConstSegment> whole(group_.world_size());
+    std::vector<Segment> rows(group_.world_size());
+    for (const Placed& placed : batch.placed) {
+      rows[placed.block->owner] = {placed.local.data, placed.local.size()};
+      if (placed.block->owner != group_.rank()) continue;
+      const std::vector<Segment> segments = Segments(placed);
+      for (size_t rank = 0; rank < segments.size(); ++rank) {
+        whole[rank] = {segments[rank].data, segments[rank].count};
+      }
+    }
+    return scatter_channel_->AllToAll({Purpose::kOptimizer, batch.name, context.native_stream},
+                                      config_.wire, whole, rows);
+  });
+}
+
+std::vector<Segment> Muon::Segments(const Placed& placed) const {
+  const Block& block = *placed.block;
+  std::vector<Segment> segments;
+  for (const RowRange& rows : block.rows_of_rank) {
+    segments.push_back({Rows(placed.whole, rows.begin - block.rows.begin, rows.size()).data,
+                        rows.size() * block.cols});
+  }
+  return segments;
+}
+
+void Muon::ReadTimes(std::vector<std::pair<Event, Event>>& times) {
+  for (const auto& [start, end] : times) {
+    if (!start.Wait().ok() || !end.Wait().ok()) continue;
+    work_.seconds += absl::ToDoubleSeconds(end.points()[0]->time() - start.points()[0]->time());
+  }
+  times.clear();
+}
+
+NewtonSchulzWork Muon::newton_schulz_work() {
+  ReadTimes(earlier_times_);
+  ReadTimes(times_);
+  return work_;
+}
+
 std::vector<StateTensor> Muon::State() {
   std::vector<StateTensor> state;
-  for (const Matrix& matrix : matrices_) state.push_back({"momentum", matrix.id, matrix.momentum});
+  for (const auto& [id, momentum] : momentum_) state.push_back({"momentum", id, momentum});
   return state;
 }
 
 uint64_t Muon::PlanHash() const {
-  std::string text = absl::StrCat("muon ", config_.lr, " ", config_.momentum, " ", config_.nesterov,
-                                  " ", config_.weight_decay, " ", static_cast<int>(config_.scale));
-  for (const Matrix& matrix : matrices_) absl::StrAppend(&text, " ", matrix.id, "@", matrix.owner);
+  std::string text = absl::StrCat(
+      "muon ", config_.lr, " ", config_.momentum, " ", config_.nesterov, " ", config_.weight_decay,
+      " ", static_cast<int>(config_.scale), " ", static_cast<int>(config_.schedule), " ",
+      static_cast<int>(config_.wire), " ", static_cast<int>(config_.split), " ",
+      static_cast<int>(config_.newton_schulz.coefficients));
+  for (const Block& block : blocks_) {
+    absl::StrAppend(&text, " ", block.id, ":", block.rows.begin, "@", block.owner, " ",
+                    static_cast<int>(block.newton_schulz.algorithm()));
+  }
   return HashBytes(text);
 }
 

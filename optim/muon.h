@@ -1,24 +1,21 @@
-// Muon under row sharding, by owners. Newton-Schulz needs a whole matrix and every rank stores some
-// of its rows, so each matrix has an owner: the rows of the momentum go there, the owner
-// orthogonalises, and the rows of the result come back. Matrices are handled in batches of at most
-// one per owner, as a pipeline on three streams:
+// Muon under row sharding. Newton-Schulz needs a whole matrix and every rank stores some of its
+// rows, so ranks exchange rows, by one of three schedules. Matrices are handled in batches, as a
+// pipeline on three streams:
 //
-//   gather        momentum of the local rows, then one all-to-all of rows to owners
-//   newton_schulz the owner's matrix
-//   scatter       one all-to-all of the result's rows, then the local rows' update
+//   gather         momentum of the local rows, then one collective of the batch's rows
+//   newton_schulz  those of the batch's matrices that this rank orthogonalises
+//   scatter        the collective that brings results to where the rows are, if the schedule has
+//                  one; then the local rows' update
 //
 // Two slots of buffers: the gather of batch k+1 and the scatter of batch k-1 run during the
 // Newton-Schulz of batch k. A batch starts when the gradients of all its matrices are there.
-//
-// Per step a rank sends the rows it stores of other owners' matrices, and the rows of its own
-// matrices that others store: summed over ranks 2 (N-1)/N of all matrices' bytes when rows divide
-// evenly.
 #ifndef DIM0_OPTIM_MUON_H_
 #define DIM0_OPTIM_MUON_H_
 
 #include <array>
 #include <map>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -27,6 +24,7 @@
 #include "optim/newton_schulz.h"
 #include "optim/scale.h"
 #include "runtime/optimizer.h"
+#include "runtime/sharding.h"
 
 namespace dim0 {
 
@@ -75,39 +73,71 @@ class Muon : public Optimizer {
   absl::Status Update(const Unit& unit, const StepParams& params, const Event& ready) override;
   Event Updated(const Unit& unit) override { return updated_[unit.index]; }
   std::vector<StateTensor> State() override;
-  int64_t newton_schulz_calls() const override { return newton_schulz_calls_; }
+  NewtonSchulzWork newton_schulz_work() override;
   uint64_t PlanHash() const override;
 
  private:
-  struct Matrix {
+  // What Newton-Schulz treats as one matrix: a parameter, or some of its rows.
+  struct Block {
     int id = 0;
-    ParameterSpec spec;
-    int owner = 0;
+    std::string name;
+    RowRange rows;  // of the parameter
+    int64_t cols = 0;
     double scale = 1;
-    Tensor momentum;
+    NewtonSchulz newton_schulz;
+    int owner = 0;
+    std::vector<RowRange> rows_of_rank;  // of the parameter, those in the block
+    Tensor momentum;                     // the local rows
+    int64_t offset = 0;                  // of the local rows in this rank's shard
+
+    int64_t size() const { return rows.size() * cols; }
+    int64_t size_on(int rank) const { return rows_of_rank[rank].size() * cols; }
   };
 
-  // At most one matrix per owner; `last_unit_position` is the place in the update order by which
-  // the gradients of all of them have come.
+  // A block in a slot's memory, of the wire's type.
+  struct Placed {
+    const Block* block = nullptr;
+    Tensor local;  // this rank's rows; inside `whole` where that is
+    Tensor whole;  // empty on ranks that do not get it
+  };
+
   struct Batch {
-    std::vector<int> matrices;  // indices into matrices_
-    int last_unit_position = 0;
+    std::vector<int> blocks;     // indices into blocks_
+    int last_unit_position = 0;  // in the update order: by then all gradients have come
+    std::vector<Placed> placed;
+    std::string name;
   };
 
   struct Slot {
-    Buffer rows;    // this rank's rows of every matrix in the batch, one after another
-    Buffer matrix;  // the matrix this rank owns, whole
-    Event free;     // the batch before last has left the buffers
+    Buffer rows;   // local rows of blocks that do not come here whole
+    Buffer whole;  // blocks that do
+    Event free;    // the batch before last has left the buffers
   };
 
+  bool Receives(const Block& block) const;
+  bool Orthogonalizes(const Block& block) const;
+  // The first part of Plan: what the blocks are, from global shapes. The second: who does what
+  // when.
+  absl::Status MakeBlocks(const ParameterTable& table, absl::Span<const int> ids,
+                          const OptimizerResources& resources);
+  void MakeBatches(const ParameterTable& table, absl::Span<const int> position);
+  absl::Status Allocate(const OptimizerResources& resources);
+
   void RunBatch(const Batch& batch, Slot& slot, const StepParams& params);
+  void EnqueueGather(const Batch& batch);
+  void EnqueueScatter(const Batch& batch);
+  // Each rank's rows in `placed.whole`.
+  std::vector<Segment> Segments(const Placed& placed) const;
+  // Adds finished Newton-Schulz runs to work_; waits for those that are not.
+  void ReadTimes(std::vector<std::pair<Event, Event>>& times);
 
   const MuonConfig config_;
   const std::shared_ptr<OptimizerKernels> kernels_;
   Device& device_;
   ProcessGroup& group_;
 
-  std::vector<Matrix> matrices_;  // in update order
+  std::map<int, Tensor> momentum_;  // by parameter
+  std::vector<Block> blocks_;       // in update order
   std::vector<Batch> batches_;
   std::map<int, int> last_batch_;  // by unit: the batch after which all its matrices are new
   std::vector<int> update_order_;
@@ -121,7 +151,11 @@ class Muon : public Optimizer {
   size_t batches_launched_ = 0;
   std::vector<Event> batch_done_;
   std::map<int, Event> updated_;  // by unit
-  int64_t newton_schulz_calls_ = 0;
+
+  NewtonSchulzWork work_;
+  // Start and end of runs that are not in work_ yet: of this step, and of the one before, whose
+  // runs have ended when the next step's gradients come.
+  std::vector<std::pair<Event, Event>> times_, earlier_times_;
 
   std::unique_ptr<Communicator> gather_channel_;
   std::unique_ptr<Communicator> scatter_channel_;

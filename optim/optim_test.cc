@@ -84,7 +84,7 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
         }
         for (const int u : order) ASSERT_TRUE(optimizer->Updated(shards[u]).Wait().ok());
       }
-      calls[rank] = optimizer->newton_schulz_calls();
+      calls[rank] = optimizer->newton_schulz_work().calls;
       for (int id = 0; id < table.size(); ++id) {
         const int64_t begin = RowsOfRank(table[id].spec.rows, world_size, rank).begin;
         std::copy(value_shards[id].begin(), value_shards[id].end(),
@@ -172,11 +172,14 @@ std::vector<UnitSpec> FixtureUnits() {
       {"h.1", {{"c", 8, 8, ParameterRole::kMatrix, {}}}}};
 }
 
-void ExpectFixture(const std::string& optimizer, int world_size, bool reverse, double tolerance) {
+void ExpectFixture(const std::string& optimizer, int world_size, bool reverse, double tolerance,
+                   MuonConfig muon = {}) {
   const Fixture fixture("matrix_optimizers");
   OptimizerConfig config{.name = optimizer};
   config.rmnp = {.lr = 0.02, .weight_decay = 0.1};
-  config.muon = {.lr = 0.02, .weight_decay = 0.1};
+  config.muon = muon;
+  config.muon.lr = 0.02;
+  config.muon.weight_decay = 0.1;
   std::vector<Values> initial, gradients;
   for (const std::string& shape : kShapes) {
     initial.push_back(fixture.Get(shape + ".initial"));
@@ -198,8 +201,15 @@ void ExpectFixture(const std::string& optimizer, int world_size, bool reverse, d
 TEST_P(WorldSizes, RmnpAgreesWithFloat64) { ExpectFixture("rmnp", GetParam(), false, 1e-6); }
 
 TEST_P(WorldSizes, MuonAgreesWithFloat64) {
-  ExpectFixture("muon", GetParam(), false, 1e-5);
-  ExpectFixture("muon", GetParam(), true, 1e-5);
+  for (const MuonSchedule schedule :
+       {MuonSchedule::kOwner, MuonSchedule::kRedundant, MuonSchedule::kBroadcast}) {
+    for (const bool reverse : {false, true}) {
+      ExpectFixture("muon", GetParam(), reverse, 1e-5,
+                    {.schedule = schedule, .wire = DType::kFloat32});
+      // Momentum and result are rounded to 8 bits; five steps move a weight by up to about 0.1.
+      ExpectFixture("muon", GetParam(), reverse, 2e-3, {.schedule = schedule});
+    }
+  }
 }
 
 std::vector<UnitSpec> UnevenUnits() {
@@ -240,46 +250,128 @@ TEST(Rmnp, UpdateIsBitIdenticalForEveryWorldSizeAndSendsNothing) {
   }
 }
 
-TEST(Muon, IsTheSameForEveryWorldSizeUpToRounding) {
+constexpr MuonSchedule kSchedules[] = {MuonSchedule::kOwner, MuonSchedule::kRedundant,
+                                       MuonSchedule::kBroadcast};
+constexpr DType kWires[] = {DType::kFloat32, DType::kBFloat16};
+
+TEST(Muon, UpdateIsBitIdenticalForEveryWorldSizeAndSchedule) {
   const auto units = UnevenUnits();
   const auto initial = RandomValues(units, 1);
   const auto gradient = [&](int step, int id) {
     return Random(initial[id].size(), 100 * step + id);
   };
-  const OptimizerConfig config{.name = "muon"};
-  const Outcome one = RunOptimizer(config, 1, units, initial, 3, gradient);
-  for (const int world_size : {2, 3, 4, 8}) {
-    const Outcome many = RunOptimizer(config, world_size, units, initial, 3, gradient);
-    for (size_t id = 0; id < initial.size(); ++id) {
-      ExpectClose(many.values[id], one.values[id], 1e-5, 1e-5);
+  for (const DType wire : kWires) {
+    OptimizerConfig config{.name = "muon", .muon = {.wire = wire}};
+    const Outcome one = RunOptimizer(config, 1, units, initial, 3, gradient);
+    for (const MuonSchedule schedule : kSchedules) {
+      config.muon.schedule = schedule;
+      for (const int world_size : {1, 2, 3, 4, 8}) {
+        const Outcome many = RunOptimizer(config, world_size, units, initial, 3, gradient);
+        EXPECT_EQ(many.values, one.values) << world_size;
+      }
     }
   }
 }
 
-TEST(Muon, SendsEachMatrixToItsOwnerAndBackToTheByte) {
+TEST(Muon, SendsWhatTheScheduleSaysToTheByte) {
   const auto units = UnevenUnits();
   const auto initial = RandomValues(units, 1);
   const ParameterTable table(units);
   const auto gradient = [&](int step, int id) { return Random(initial[id].size(), step + id); };
+  std::vector<double> costs;
+  std::vector<int> ids;
+  for (int id = 0; id < table.size(); ++id) {
+    if (table[id].spec.role != ParameterRole::kMatrix) continue;
+    ids.push_back(id);
+    costs.push_back(NewtonSchulz({}, table[id].spec.rows, table[id].spec.cols).flops());
+  }
+  const auto matrices = static_cast<int64_t>(ids.size());
   for (const int world_size : {1, 2, 3, 8}) {
-    std::vector<double> costs;
-    std::vector<int> ids;
-    for (int id = 0; id < table.size(); ++id) {
-      if (table[id].spec.role != ParameterRole::kMatrix) continue;
-      ids.push_back(id);
-      costs.push_back(NewtonSchulzFlops(table[id].spec.rows, table[id].spec.cols));
-    }
+    // Elements per step and over all ranks: all rows that are not the owner's, there and back; or
+    // all-gathers, without and with broadcasts.
+    int64_t owner = 0, all = 0;
     const std::vector<int> owners = AssignOwners(costs, world_size);
-    int64_t expected = 0;  // all rows that are not the owner's, there and back
     for (size_t i = 0; i < ids.size(); ++i) {
       const ParameterSpec& spec = table[ids[i]].spec;
       const int64_t kept = RowsOfRank(spec.rows, world_size, owners[i]).size();
-      expected += 2 * 4 * (spec.rows - kept) * spec.cols;
+      owner += 2 * (spec.rows - kept) * spec.cols;
+      all += spec.size();
     }
-    const Outcome outcome = RunOptimizer({.name = "muon"}, world_size, units, initial, 2, gradient);
-    EXPECT_EQ(outcome.optimizer_bytes, 2 * expected);
-    // One run per matrix and step over all ranks.
-    EXPECT_EQ(outcome.newton_schulz_calls, 2 * static_cast<int64_t>(ids.size()));
+    const int64_t redundant = (world_size - 1) * all;
+    const int64_t broadcast = redundant + (world_size > 1 ? world_size * all : 0);
+    for (const DType wire : kWires) {
+      const auto run = [&](MuonSchedule schedule) {
+        const OptimizerConfig config{.name = "muon", .muon = {.schedule = schedule, .wire = wire}};
+        return RunOptimizer(config, world_size, units, initial, 2, gradient);
+      };
+      const Outcome by_owner = run(MuonSchedule::kOwner);
+      EXPECT_EQ(by_owner.optimizer_bytes, 2 * SizeOf(wire) * owner);
+      EXPECT_EQ(by_owner.newton_schulz_calls, 2 * matrices);
+      const Outcome by_all = run(MuonSchedule::kRedundant);
+      EXPECT_EQ(by_all.optimizer_bytes, 2 * SizeOf(wire) * redundant);
+      EXPECT_EQ(by_all.newton_schulz_calls, 2 * matrices * world_size);
+      const Outcome by_broadcast = run(MuonSchedule::kBroadcast);
+      EXPECT_EQ(by_broadcast.optimizer_bytes, 2 * SizeOf(wire) * broadcast);
+      EXPECT_EQ(by_broadcast.newton_schulz_calls, 2 * matrices);
+    }
+  }
+}
+
+// 12 rows of 5 as three matrices, each of two heads of 2 rows.
+UnitSpec FusedUnit() {
+  return {"h.0", {{"qkv", 12, 5, ParameterRole::kMatrix, {}, /*fused=*/3, /*heads=*/2}}};
+}
+
+TEST(Muon, SplitsAFusedWeightAsIfItWereSeveral) {
+  const Values initial = Random(60, 1);
+  const auto whole_gradient = [](int step) { return Random(60, 10 + step); };
+  for (const auto& [split, parts] : std::vector<std::pair<MatrixSplit, int>>{
+           {MatrixSplit::kOff, 1}, {MatrixSplit::kQkv, 3}, {MatrixSplit::kHeads, 6}}) {
+    UnitSpec separate{"h.0", {}};
+    std::vector<Values> separate_initial;
+    const int64_t size = 60 / parts;
+    for (int i = 0; i < parts; ++i) {
+      separate.parameters.push_back(
+          {"part" + std::to_string(i), 12 / parts, 5, ParameterRole::kMatrix, {}});
+      separate_initial.push_back(
+          Values(initial.begin() + i * size, initial.begin() + (i + 1) * size));
+    }
+    const Outcome expected =
+        RunOptimizer({.name = "muon"}, 1, {separate}, separate_initial, 2, [&](int step, int id) {
+          const Values all = whole_gradient(step);
+          return Values(all.begin() + id * size, all.begin() + (id + 1) * size);
+        });
+    for (const MuonSchedule schedule : kSchedules) {
+      for (const int world_size : {1, 2, 3, 5, 8}) {
+        const OptimizerConfig config{.name = "muon",
+                                     .muon = {.schedule = schedule, .split = split}};
+        const Outcome outcome = RunOptimizer(config, world_size, {FusedUnit()}, {initial}, 2,
+                                             [&](int step, int) { return whole_gradient(step); });
+        for (int i = 0; i < parts; ++i) {
+          EXPECT_EQ(Values(outcome.values[0].begin() + i * size,
+                           outcome.values[0].begin() + (i + 1) * size),
+                    expected.values[i]);
+        }
+        const int by_all = schedule == MuonSchedule::kRedundant ? world_size : 1;
+        EXPECT_EQ(outcome.newton_schulz_calls, 2 * parts * by_all);
+      }
+    }
+  }
+}
+
+TEST(SplitOptimizer, GivesTablesToTheMatrixOptimizerIfAskedTo) {
+  const std::vector<UnitSpec> units = {{"root", {{"table", 6, 4, ParameterRole::kEmbedding, {}}}}};
+  const std::vector<UnitSpec> as_matrix = {{"root", {{"table", 6, 4, ParameterRole::kMatrix, {}}}}};
+  const std::vector<Values> initial = {Random(24, 1)};
+  const auto gradient = [](int step, int) { return Random(24, step); };
+  for (const char* name : {"rmnp", "muon"}) {
+    OptimizerConfig config{.name = name};
+    const auto hidden = RunOptimizer(config, 2, units, initial, 2, gradient);
+    const auto adamw = RunOptimizer({.name = "adamw"}, 2, units, initial, 2, gradient);
+    EXPECT_EQ(hidden.values, adamw.values);
+    config.matrix_params = MatrixParams::kAll2d;
+    EXPECT_EQ(RunOptimizer(config, 2, units, initial, 2, gradient).values,
+              RunOptimizer(config, 2, as_matrix, initial, 2, gradient).values);
   }
 }
 
@@ -336,98 +428,6 @@ TEST(AdamW, DoesNotDecayVectors) {
   EXPECT_EQ(outcome.values[1], Values(3, 0.75f));
 }
 
-// Singular values of a [m, n] by one-sided Jacobi rotations in float64.
-std::vector<double> SingularValues(const Values& matrix, int64_t m, int64_t n) {
-  std::vector<std::vector<double>> columns(n, std::vector<double>(m));
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < n; ++j) columns[j][i] = matrix[i * n + j];
-  }
-  for (int sweep = 0; sweep < 30; ++sweep) {
-    for (int64_t p = 0; p < n; ++p) {
-      for (int64_t q = p + 1; q < n; ++q) {
-        double pp = 0, qq = 0, pq = 0;
-        for (int64_t i = 0; i < m; ++i) {
-          pp += columns[p][i] * columns[p][i];
-          qq += columns[q][i] * columns[q][i];
-          pq += columns[p][i] * columns[q][i];
-        }
-        if (std::abs(pq) <= 1e-15 * std::sqrt(pp * qq)) continue;
-        const double zeta = (qq - pp) / (2 * pq);
-        const double t = (zeta >= 0 ? 1 : -1) / (std::abs(zeta) + std::sqrt(1 + zeta * zeta));
-        const double c = 1 / std::sqrt(1 + t * t), s = c * t;
-        for (int64_t i = 0; i < m; ++i) {
-          const double x = columns[p][i], y = columns[q][i];
-          columns[p][i] = c * x - s * y;
-          columns[q][i] = s * x + c * y;
-        }
-      }
-    }
-  }
-  std::vector<double> singular;
-  for (const auto& column : columns) {
-    double norm = 0;
-    for (const double x : column) norm += x * x;
-    singular.push_back(std::sqrt(norm));
-  }
-  return singular;
-}
-
-Values Orthogonalized(Values matrix, int64_t m, int64_t n, int threads = 1) {
-  const auto device = *CreateDevice(Backend::kCpu, threads);
-  const auto kernels = CreateOptimizerKernels(*device);
-  const auto stream = device->NewStream("s");
-  Values workspace(NewtonSchulzWorkspace(m, n));
-  NewtonSchulz(*kernels, *stream, F32(matrix.data(), m, n), workspace.data());
-  EXPECT_TRUE(stream->Synchronize().ok());
-  return matrix;
-}
-
-TEST(NewtonSchulz, SingularValuesLandInThePublishedBand) {
-  for (const auto& [m, n] :
-       std::vector<std::pair<int64_t, int64_t>>{{16, 40}, {40, 16}, {24, 24}}) {
-    const Values matrix = Random(m * n, 3);
-    const Values result = Orthogonalized(matrix, m, n);
-    // A wide matrix has n - m zero singular values, which stay zero: look at the smaller side.
-    Values tall = result;
-    if (m < n) {
-      for (int64_t i = 0; i < m; ++i) {
-        for (int64_t j = 0; j < n; ++j) tall[j * m + i] = result[i * n + j];
-      }
-    }
-    for (const double s : SingularValues(tall, std::max(m, n), std::min(m, n))) {
-      // The lower end needs the input's condition to be moderate, which a square random matrix's is
-      // not.
-      if (m != n) {
-        EXPECT_GT(s, 0.65);
-      }
-      EXPECT_LT(s, 1.25);
-    }
-  }
-}
-
-TEST(NewtonSchulz, DoesNotDependOnTheLengthOfItsInput) {
-  const Values matrix = Random(6 * 9, 4);
-  const Values expected = Orthogonalized(matrix, 6, 9);
-  for (const float scale : {1e-30f, 1e-12f, 1e12f, 1e30f}) {
-    Values scaled = matrix;
-    for (float& value : scaled) value *= scale;
-    ExpectClose(Orthogonalized(scaled, 6, 9), expected, 1e-4, 1e-5);
-  }
-}
-
-TEST(NewtonSchulz, AZeroMatrixStaysZero) {
-  EXPECT_EQ(Orthogonalized(Values(35, 0.0f), 5, 7), Values(35, 0.0f));
-}
-
-TEST(NewtonSchulz, AVectorBecomesAVectorOfLengthNearOne) {
-  for (const auto& [m, n] : std::vector<std::pair<int64_t, int64_t>>{{1, 50}, {50, 1}, {1, 1}}) {
-    double squares = 0;
-    for (const float value : Orthogonalized(Random(m * n, 6), m, n)) squares += value * value;
-    EXPECT_GT(std::sqrt(squares), 0.65);
-    EXPECT_LT(std::sqrt(squares), 1.25);
-  }
-}
-
 TEST(AssignOwners, GivesEachCostlyMatrixToTheLeastLoadedRank) {
   // 5 to 0, 4 to 1, 3 to 1 (4 < 5), 3 to 0 (5 < 7), 1 to 1 (7 < 8).
   EXPECT_EQ(AssignOwners({5, 1, 4, 3, 3}, 2), (std::vector<int>{0, 1, 1, 1, 0}));
@@ -440,7 +440,7 @@ TEST(AssignOwners, BalancesGpt2LargeToOnePercentOn8Ranks) {
   for (int layer = 0; layer < 36; ++layer) {
     for (const auto& [m, n] : std::vector<std::pair<int64_t, int64_t>>{
              {3840, 1280}, {1280, 1280}, {5120, 1280}, {1280, 5120}}) {
-      costs.push_back(NewtonSchulzFlops(m, n));
+      costs.push_back(NewtonSchulz({}, m, n).flops());
     }
   }
   const std::vector<int> owners = AssignOwners(costs, 8);
@@ -451,8 +451,8 @@ TEST(AssignOwners, BalancesGpt2LargeToOnePercentOn8Ranks) {
     all += costs[i];
   }
   EXPECT_LT(*std::max_element(work.begin(), work.end()) / (all / 8), 1.015);
-  // The published count of executed FLOPs, 15.10 TFLOP with symmetric products as one triangle.
-  EXPECT_NEAR(all * 1e-12, 15.10, 0.02);
+  // The published count of FLOPs, symmetric products as one triangle.
+  EXPECT_NEAR(all * 1e-12, 9.66, 0.01);
 }
 
 TEST(CreateOptimizer, NamesTheChoicesWhenAskedForAnother) {

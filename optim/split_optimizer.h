@@ -1,5 +1,5 @@
-// Two optimizers as one: hidden matrices to the first, everything else (embeddings, norms, biases)
-// to the second. The route is taken from roles and global shapes, once.
+// Two optimizers as one: matrices to the first, everything else to the second. The route is taken
+// from roles and global shapes, once.
 #ifndef DIM0_OPTIM_SPLIT_OPTIMIZER_H_
 #define DIM0_OPTIM_SPLIT_OPTIMIZER_H_
 
@@ -10,16 +10,27 @@
 
 namespace dim0 {
 
+// Which parameters count as matrices.
+enum class MatrixParams : uint8_t {
+  kHidden,  // hidden weights only
+  kAll2d,   // embeddings too
+};
+
 class SplitOptimizer : public Optimizer {
  public:
-  SplitOptimizer(std::unique_ptr<Optimizer> matrices, std::unique_ptr<Optimizer> rest)
-      : matrices_(std::move(matrices)), rest_(std::move(rest)) {}
+  SplitOptimizer(MatrixParams matrix_params, std::unique_ptr<Optimizer> matrices,
+                 std::unique_ptr<Optimizer> rest)
+      : matrix_params_(matrix_params), matrices_(std::move(matrices)), rest_(std::move(rest)) {}
 
   absl::Status Plan(const ParameterTable& table, absl::Span<const int> ids,
                     const OptimizerResources& resources) override {
     std::vector<int> matrix_ids, rest_ids;
     for (const int id : ids) {
-      (table[id].spec.role == ParameterRole::kMatrix ? matrix_ids : rest_ids).push_back(id);
+      const ParameterRole role = table[id].spec.role;
+      const bool matrix =
+          role == ParameterRole::kMatrix ||
+          (role == ParameterRole::kEmbedding && matrix_params_ == MatrixParams::kAll2d);
+      (matrix ? matrix_ids : rest_ids).push_back(id);
     }
     DIM0_RETURN_IF_ERROR(matrices_->Plan(table, matrix_ids, resources));
     return rest_->Plan(table, rest_ids, resources);
@@ -41,13 +52,15 @@ class SplitOptimizer : public Optimizer {
     return state;
   }
 
-  int64_t newton_schulz_calls() const override {
-    return matrices_->newton_schulz_calls() + rest_->newton_schulz_calls();
+  NewtonSchulzWork newton_schulz_work() override {
+    NewtonSchulzWork work = matrices_->newton_schulz_work();
+    return work += rest_->newton_schulz_work();
   }
 
   uint64_t PlanHash() const override { return matrices_->PlanHash() * 31 + rest_->PlanHash(); }
 
  private:
+  const MatrixParams matrix_params_;
   const std::unique_ptr<Optimizer> matrices_;
   const std::unique_ptr<Optimizer> rest_;
 };

@@ -42,6 +42,19 @@ struct StateTensor {
   Tensor shard;
 };
 
+struct NewtonSchulzWork {
+  int64_t calls = 0;
+  double flops = 0;    // as predicted from shapes, which is what owners are chosen by
+  double seconds = 0;  // from the start of each run to its end on the device
+
+  NewtonSchulzWork& operator+=(const NewtonSchulzWork& other) {
+    calls += other.calls;
+    flops += other.flops;
+    seconds += other.seconds;
+    return *this;
+  }
+};
+
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -61,8 +74,9 @@ class Optimizer {
   // Named, sharded state; valid after Plan.
   virtual std::vector<StateTensor> State() = 0;
 
-  // Newton-Schulz runs on this rank so far; 0 for those that do none.
-  virtual int64_t newton_schulz_calls() const { return 0; }
+  // What this rank has done so far; nothing for optimizers without Newton-Schulz. Waits for runs in
+  // progress.
+  virtual NewtonSchulzWork newton_schulz_work() { return {}; }
 
   // Of every decision of Plan that all ranks must share.
   virtual uint64_t PlanHash() const = 0;

@@ -27,10 +27,11 @@ uint64_t ParameterTable::Hash() const {
   uint64_t hash = HashBytes({});
   for (const Entry& entry : entries_) {
     const ParameterSpec& spec = entry.spec;
-    hash = HashBytes(absl::StrCat(unit_names_[entry.unit], "/", spec.name, " ", spec.rows, "x",
-                                  spec.cols, " ", static_cast<int>(spec.role), " ",
-                                  static_cast<int>(spec.init.kind), " ", spec.init.stddev, "\n"),
-                     hash);
+    hash = HashBytes(
+        absl::StrCat(unit_names_[entry.unit], "/", spec.name, " ", spec.rows, "x", spec.cols, " ",
+                     static_cast<int>(spec.role), " ", static_cast<int>(spec.init.kind), " ",
+                     spec.init.stddev, " ", spec.fused, "x", spec.heads, "\n"),
+        hash);
   }
   return hash;
 }

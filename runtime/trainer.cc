@@ -244,7 +244,7 @@ class RankRun {
     struct Figures {
       MemoryUse peak;
       BytesSent sent;
-      int64_t newton_schulz_calls;
+      NewtonSchulzWork newton_schulz;
     };
     const BytesSent sent = Sent(group_.ledger());
     DIM0_ASSIGN_OR_RETURN(
@@ -252,20 +252,29 @@ class RankRun {
         ExchangeStruct(*engine_, Figures{allocator_->peak(),
                                          {sent.parameter - validation_bytes_.parameter,
                                           sent.gradient, sent.optimizer},
-                                         optimizer_->newton_schulz_calls()}));
+                                         optimizer_->newton_schulz_work()}));
     TrainingSummary summary;
     summary.steps = steps_done_;
     summary.stopped = stopped_;
     summary.final_loss = final_loss_;
     summary.val_loss = val_loss_;
     BytesSent total;
-    int64_t newton_schulz_calls = 0;
+    NewtonSchulzWork work, most;
     for (const Figures& rank : figures) {
       if (rank.peak.total() > summary.peak_memory.total()) summary.peak_memory = rank.peak;
       total.parameter += rank.sent.parameter;
       total.gradient += rank.sent.gradient;
       total.optimizer += rank.sent.optimizer;
-      newton_schulz_calls += rank.newton_schulz_calls;
+      work += rank.newton_schulz;
+      most.flops = std::max(most.flops, rank.newton_schulz.flops);
+      most.seconds = std::max(most.seconds, rank.newton_schulz.seconds);
+    }
+    summary.newton_schulz_calls = work.calls;
+    if (work.seconds > 0) {
+      summary.newton_schulz_imbalance_predicted = most.flops * options_.ranks / work.flops;
+      summary.newton_schulz_imbalance_measured = most.seconds * options_.ranks / work.seconds;
+      summary.newton_schulz_flops_fraction =
+          work.flops / (work.seconds / options_.ranks) / matmul_rate_;
     }
     const int64_t shares = std::max<int64_t>(1, steps_done_) * options_.ranks;
     const auto mean = [&](int64_t bytes) { return (bytes + shares / 2) / shares; };
@@ -276,12 +285,12 @@ class RankRun {
     // The weights first: a summary says that the run is complete.
     DIM0_RETURN_IF_ERROR(SaveWeights());
     if (leads()) {
-      DIM0_RETURN_IF_ERROR(WriteSummary(summary, newton_schulz_calls));
+      DIM0_RETURN_IF_ERROR(WriteSummary(summary));
     }
     return summary;
   }
 
-  absl::Status WriteSummary(const TrainingSummary& summary, int64_t newton_schulz_calls) {
+  absl::Status WriteSummary(const TrainingSummary& summary) {
     Json peak;
     for (int i = 0; i < kNumMemoryPurposes; ++i) {
       peak[std::string(Name(static_cast<MemoryPurpose>(i)))] = summary.peak_memory.bytes[i];
@@ -295,26 +304,30 @@ class RankRun {
     const double step_seconds = mean_after_first(step_seconds_);
     struct rusage usage;
     getrusage(RUSAGE_SELF, &usage);
-    const Json json = {
-        {"world_size", options_.ranks},
-        {"parameters", engine_->table().elements()},
-        {"steps", summary.steps},
-        {"final_loss", summary.final_loss},
-        {"val_loss", std::isfinite(summary.val_loss) ? Json(summary.val_loss) : Json()},
-        {"tokens_per_s", tokens_per_step() / step_seconds},
-        {"sgemm_gflops", matmul_rate_ * 1e-9},
-        {"flops_fraction", FlopsFraction(step_seconds)},
-        {"forward_backward_flops_fraction",
-         FlopsFraction(mean_after_first(forward_backward_seconds_))},
-        {"peak_memory_bytes", peak},
-        {"process_peak_bytes", usage.ru_maxrss * int64_t{1024}},
-        {"bytes_per_step",
-         {{"parameter", summary.bytes_per_step.at("parameter")},
-          {"gradient", summary.bytes_per_step.at("gradient")},
-          {"optimizer", summary.bytes_per_step.at("optimizer")}}},
-        {"ns_calls_per_step",
-         static_cast<double>(newton_schulz_calls) / std::max<int64_t>(1, summary.steps)},
-        {"flags", workload_.flags}};
+    Json json = {{"world_size", options_.ranks},
+                 {"parameters", engine_->table().elements()},
+                 {"steps", summary.steps},
+                 {"final_loss", summary.final_loss},
+                 {"val_loss", std::isfinite(summary.val_loss) ? Json(summary.val_loss) : Json()},
+                 {"tokens_per_s", tokens_per_step() / step_seconds},
+                 {"sgemm_gflops", matmul_rate_ * 1e-9},
+                 {"flops_fraction", FlopsFraction(step_seconds)},
+                 {"forward_backward_flops_fraction",
+                  FlopsFraction(mean_after_first(forward_backward_seconds_))},
+                 {"peak_memory_bytes", peak},
+                 {"process_peak_bytes", usage.ru_maxrss * int64_t{1024}},
+                 {"bytes_per_step",
+                  {{"parameter", summary.bytes_per_step.at("parameter")},
+                   {"gradient", summary.bytes_per_step.at("gradient")},
+                   {"optimizer", summary.bytes_per_step.at("optimizer")}}},
+                 {"ns_calls_per_step", static_cast<double>(summary.newton_schulz_calls) /
+                                           std::max<int64_t>(1, summary.steps)},
+                 {"flags", workload_.flags}};
+    if (summary.newton_schulz_calls > 0) {
+      json["newton_schulz"] = {{"imbalance_predicted", summary.newton_schulz_imbalance_predicted},
+                               {"imbalance_measured", summary.newton_schulz_imbalance_measured},
+                               {"flops_fraction", summary.newton_schulz_flops_fraction}};
+    }
     return WriteFileAtomically(options_.run_dir + "/summary.json", json.dump(2) + "\n");
   }
 

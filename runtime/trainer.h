@@ -82,6 +82,14 @@ struct TrainingSummary {
   // ranks.
   MemoryUse peak_memory;
   std::map<std::string, int64_t> bytes_per_step;
+
+  // Newton-Schulz of the whole run over all ranks. None if no call was made.
+  int64_t newton_schulz_calls = 0;
+  // The busiest rank's work over the ranks' mean: by the FLOPs that owners are chosen by, and by
+  // the time it took.
+  double newton_schulz_imbalance_predicted = 1;
+  double newton_schulz_imbalance_measured = 1;
+  double newton_schulz_flops_fraction = 0;  // of the SGEMM rate
 };
 
 // Every rank's memory, by purpose: made by running the allocations of a run without allocating.

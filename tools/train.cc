@@ -62,6 +62,27 @@ ABSL_FLAG(double, matrix_weight_decay, 0,
           "weight decay of the hidden matrices under muon and rmnp");
 ABSL_FLAG(double, beta1, 0.9, "AdamW's first decay rate");
 ABSL_FLAG(double, beta2, 0.95, "AdamW's second decay rate");
+ABSL_FLAG(std::string, matrix_params, "hidden",
+          "what muon and rmnp update: hidden (the blocks' weights), or all2d (the embeddings too, "
+          "whose rows then move also in steps in which their tokens do not occur)");
+ABSL_FLAG(double, momentum, 0.95, "decay rate of muon's and rmnp's momentum");
+ABSL_FLAG(bool, nesterov, true, "Nesterov's form of muon's and rmnp's momentum");
+ABSL_FLAG(double, rmnp_power, 0,
+          "HTRMNP: rows are divided by their norm to the power 1 - rmnp_power; 0 is RMNP");
+ABSL_FLAG(double, rmnp_eps, 1e-12, "least norm that RMNP divides a row by");
+ABSL_FLAG(std::string, muon_schedule, "owner",
+          "how ranks share Muon's work: owner (rows to an owner and back), redundant (every rank "
+          "does everything) or broadcast (all rows to all, results from the owner)");
+ABSL_FLAG(std::string, muon_wire, "bfloat16",
+          "what Muon sends and rounds momentum and results to: bfloat16 or float32");
+ABSL_FLAG(std::string, muon_split, "off",
+          "Q, K and V in Muon: one matrix (off), three (qkv), or three for each head (heads)");
+ABSL_FLAG(std::string, ns_coefficients, "jordan",
+          "Newton-Schulz polynomials: jordan, polar_express or you");
+ABSL_FLAG(
+    std::string, ns_algorithm, "auto",
+    "Newton-Schulz products: auto (the fewest FLOPs at each shape), standard, symmetric, gram "
+    "or gram_accurate");
 ABSL_FLAG(std::string, muon_scale, "spectral",
           "scale of Muon's update: spectral, match_rms or unit");
 ABSL_FLAG(int64_t, warmup_steps, 0, "steps over which learning rates rise from 0");
@@ -156,6 +177,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
            {"matrix_lr", absl::GetFlag(FLAGS_matrix_lr), 0},
            {"weight_decay", absl::GetFlag(FLAGS_weight_decay), 0},
            {"matrix_weight_decay", absl::GetFlag(FLAGS_matrix_weight_decay), 0},
+           {"rmnp_eps", absl::GetFlag(FLAGS_rmnp_eps), 0},
            {"warmup_steps", absl::GetFlag(FLAGS_warmup_steps), 0},
            {"clip", absl::GetFlag(FLAGS_clip), 0},
            {"val_every", absl::GetFlag(FLAGS_val_every), 0},
@@ -180,6 +202,8 @@ absl::StatusOr<Setup> SetupFromFlags() {
   for (const auto& [flag, value] : std::vector<std::pair<const char*, double>>{
            {"beta1", absl::GetFlag(FLAGS_beta1)},
            {"beta2", absl::GetFlag(FLAGS_beta2)},
+           {"momentum", absl::GetFlag(FLAGS_momentum)},
+           {"rmnp_power", absl::GetFlag(FLAGS_rmnp_power)},
            {"val_fraction", absl::GetFlag(FLAGS_val_fraction)}}) {
     if (value >= 0 && value < 1) continue;
     return absl::InvalidArgumentError(
@@ -220,6 +244,22 @@ absl::StatusOr<Setup> SetupFromFlags() {
                      .beta1 = absl::GetFlag(FLAGS_beta1),
                      .beta2 = absl::GetFlag(FLAGS_beta2),
                      .weight_decay = absl::GetFlag(FLAGS_weight_decay)};
+  DIM0_ASSIGN_OR_RETURN(optimizer.matrix_params,
+                        ParseMatrixParams(absl::GetFlag(FLAGS_matrix_params)));
+  optimizer.rmnp.momentum = absl::GetFlag(FLAGS_momentum);
+  optimizer.rmnp.nesterov = absl::GetFlag(FLAGS_nesterov);
+  optimizer.rmnp.power = absl::GetFlag(FLAGS_rmnp_power);
+  optimizer.rmnp.eps = absl::GetFlag(FLAGS_rmnp_eps);
+  optimizer.muon.momentum = absl::GetFlag(FLAGS_momentum);
+  optimizer.muon.nesterov = absl::GetFlag(FLAGS_nesterov);
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.schedule,
+                        ParseMuonSchedule(absl::GetFlag(FLAGS_muon_schedule)));
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.wire, ParseMuonWire(absl::GetFlag(FLAGS_muon_wire)));
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.split, ParseMatrixSplit(absl::GetFlag(FLAGS_muon_split)));
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.newton_schulz.coefficients,
+                        ParseNewtonSchulzCoefficients(absl::GetFlag(FLAGS_ns_coefficients)));
+  DIM0_ASSIGN_OR_RETURN(optimizer.muon.newton_schulz.algorithm,
+                        ParseNewtonSchulzAlgorithm(absl::GetFlag(FLAGS_ns_algorithm)));
   optimizer.rmnp.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 4e-3);
   optimizer.rmnp.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
   optimizer.muon.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 2e-2);
@@ -369,6 +409,14 @@ void PrintSummary(const Setup& setup, const TrainingSummary& summary) {
   spdlog::info("bytes sent by each rank and step:");
   for (const char* purpose : {"parameter", "gradient", "optimizer"}) {
     spdlog::info("  {:<14} {:10.1f} MiB", purpose, summary.bytes_per_step.at(purpose) / 1048576.0);
+  }
+  if (summary.newton_schulz_calls > 0) {
+    spdlog::info(
+        "Newton-Schulz: {:.0f} runs a step at {:.2f} of SGEMM; the busiest rank has {:.3f} of the "
+        "mean work as predicted, {:.3f} as measured",
+        static_cast<double>(summary.newton_schulz_calls) / std::max<int64_t>(1, summary.steps),
+        summary.newton_schulz_flops_fraction, summary.newton_schulz_imbalance_predicted,
+        summary.newton_schulz_imbalance_measured);
   }
   spdlog::info("run folder: {}", setup.trainer.run_dir);
 }
