@@ -161,6 +161,17 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--beta2=-0.1"}, "--beta2=-0.1", "must be in [0, 1)"},
       {{"--lr=nan"}, "--lr=nan", "must be 0 or more"},
       {{"--weight_decay=inf"}, "--weight_decay=inf", "must be 0 or more"},
+      {{"--muon_schedule=ring"}, "--muon_schedule=ring", "choose owner, redundant or broadcast"},
+      {{"--muon_wire=int8"}, "--muon_wire=int8", "choose bfloat16 or float32"},
+      {{"--muon_scale=big"}, "--muon_scale=big", "choose spectral, match_rms or unit"},
+      {{"--muon_split=on"}, "--muon_split=on", "choose off, qkv or heads"},
+      {{"--ns_coefficients=x"}, "--ns_coefficients=x", "choose jordan, polar_express or you"},
+      {{"--ns_algorithm=x"}, "--ns_algorithm=x", "choose auto, standard, symmetric, gram or"},
+      {{"--matrix_params=all"}, "--matrix_params=all", "choose hidden or all2d"},
+      {{"--rmnp_power=1"}, "--rmnp_power=1", "must be in [0, 1)"},
+      {{"--rmnp_power=-0.1"}, "--rmnp_power=-0.1", "must be in [0, 1)"},
+      {{"--rmnp_eps=-1"}, "--rmnp_eps=-1", "must be 0 or more"},
+      {{"--momentum=1"}, "--momentum=1", "must be in [0, 1)"},
       // What no machine holds or starts.
       {{"--layers=1000000000"}, "--layers=1000000000", "it must be from 1 to 10000"},
       {{"--width=1000000000"}, "--width=1000000000", "it must be from 1 to 1000000"},
@@ -340,6 +351,40 @@ TEST_F(ProgramsTest, TrainWritesTheMetricsAndTheSummaryOfARun) {
   EXPECT_THAT(outcome.out, ContainsRegex("step 4/4  loss [0-9]\\.[0-9]{7} "));
   EXPECT_THAT(outcome.out, ContainsRegex("validation loss [0-9]\\.[0-9]{4}"));
   EXPECT_THAT(outcome.out, EndsWith(absl::StrCat("run folder: ", Path("run"), "\n")));
+}
+
+TEST_F(ProgramsTest, TrainTellsHowEvenlyNewtonSchulzWasShared) {
+  // Q, K and V apart: 3 + 3 matrices; six of 16 x 16 FLOPs or four times as many in fc and proj.
+  const Outcome outcome = TrainToTheEnd(
+      {"--ranks=2", "--optimizer=muon", "--muon_split=qkv", "--ns_algorithm=standard"});
+  EXPECT_THAT(outcome.out, ContainsRegex("Newton-Schulz: 6 runs a step at [0-9.]+ of SGEMM; the "
+                                         "busiest rank has [0-9.]+ of the mean work as predicted, "
+                                         "[0-9.]+ as measured\n"));
+  const Json summary = Json::parse(Slurp(Path("run/summary.json")));
+  EXPECT_EQ(summary.at("ns_calls_per_step"), 6);
+  // 24,576 FLOPs x 5 for each of four [16, 16], 73,728 x 5 for each of two [64, 16]: in fours of a
+  // rank's, (73728 + 2 x 24576) each.
+  EXPECT_DOUBLE_EQ(summary.at("newton_schulz").at("imbalance_predicted").get<double>(), 1);
+  EXPECT_GE(summary.at("newton_schulz").at("imbalance_measured").get<double>(), 1);
+}
+
+TEST_F(ProgramsTest, EveryOptimizerOptionTrains) {
+  for (const Arguments& options :
+       std::vector<Arguments>{{"--optimizer=rmnp", "--rmnp_power=0.125", "--nesterov=false"},
+                              {"--optimizer=rmnp", "--matrix_params=all2d", "--rmnp_eps=1e-6"},
+                              {"--optimizer=muon", "--muon_schedule=redundant", "--clip=0"},
+                              {"--optimizer=muon", "--muon_schedule=broadcast",
+                               "--muon_wire=float32", "--matrix_params=all2d"},
+                              {"--optimizer=muon", "--muon_split=heads", "--muon_scale=unit",
+                               "--ns_coefficients=polar_express", "--ns_algorithm=gram_accurate"},
+                              {"--optimizer=muon", "--ns_coefficients=you", "--momentum=0"}}) {
+    SCOPED_TRACE(absl::StrJoin(options, " "));
+    Arguments arguments = {"--ranks=3"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    TrainToTheEnd(arguments);
+    EXPECT_THAT(ReadMetrics("run").steps, SizeIs(3));
+    fs::remove_all(Path("run"));
+  }
 }
 
 TEST_F(ProgramsTest, RunsAlikeGiveTheSameLossesToTheLastDigit) {
