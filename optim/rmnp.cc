@@ -6,6 +6,16 @@
 
 namespace dim0 {
 
+RmnpArguments KernelArguments(const RmnpConfig& config, const StepParams& params) {
+  return {.lr = config.lr * params.lr_scale,
+          .momentum = config.momentum,
+          .eps = config.eps,
+          .weight_decay = config.weight_decay,
+          .nesterov = config.nesterov,
+          .power = config.power,
+          .gradient_scale = params.gradient_scale};
+}
+
 absl::Status Rmnp::Plan(const ParameterTable& table, absl::Span<const int> ids,
                         const OptimizerResources& resources) {
   StateLayout layout(resources);
@@ -30,14 +40,7 @@ absl::Status Rmnp::Update(const Unit& unit, const StepParams& params, const Even
                         .scale = found->second.scale});
   }
   stream_->Wait(ready);
-  kernels_->Rmnp(*stream_, std::move(matrices),
-                 {.lr = config_.lr * params.lr_scale,
-                  .momentum = config_.momentum,
-                  .eps = config_.eps,
-                  .weight_decay = config_.weight_decay,
-                  .nesterov = config_.nesterov,
-                  .power = config_.power,
-                  .gradient_scale = params.gradient_scale});
+  kernels_->Rmnp(*stream_, std::move(matrices), KernelArguments(config_, params));
   updated_[unit.index] = stream_->Record();
   return absl::OkStatus();
 }

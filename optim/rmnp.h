@@ -23,6 +23,9 @@ struct RmnpConfig {
   double power = 0;
 };
 
+// What the kernels are told of a step.
+RmnpArguments KernelArguments(const RmnpConfig& config, const StepParams& params);
+
 class Rmnp : public Optimizer {
  public:
   // All its work runs on `stream`.

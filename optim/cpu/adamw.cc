@@ -1,5 +1,6 @@
 #include "optim/cpu/adamw.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -9,26 +10,43 @@ namespace {
 // Elements a thread must have before another one is woken.
 constexpr int64_t kGrain = 1 << 14;
 
-void UpdateRange(const AdamWTensor& tensor, const AdamWArguments& a, int64_t begin, int64_t end) {
-  float* __restrict w = tensor.value.f32();
-  const float* __restrict g = tensor.gradient.f32();
-  float* __restrict m = tensor.first_moment.f32();
-  float* __restrict v = tensor.second_moment.f32();
-  const float scale = *a.gradient_scale;
-  // The scalars are made in float64 and rounded once.
-  const auto keep = static_cast<float>(1 - a.lr * tensor.weight_decay);
-  const auto step = static_cast<double>(a.step);
-  const auto step_size = static_cast<float>(a.lr / (1 - std::pow(a.beta1, step)));
-  const auto root_correction = static_cast<float>(1 / std::sqrt(1 - std::pow(a.beta2, step)));
-  const auto beta1 = static_cast<float>(a.beta1), fresh1 = static_cast<float>(1 - a.beta1);
-  const auto beta2 = static_cast<float>(a.beta2), fresh2 = static_cast<float>(1 - a.beta2);
-  const auto eps = static_cast<float>(a.eps);
+// What all elements of a step share; made in float64 and rounded once.
+struct Coefficients {
+  float gradient_scale;
+  float beta1, fresh1, beta2, fresh2;
+  float step_size;        // lr / (1 - beta1^t)
+  float root_correction;  // 1 / sqrt(1 - beta2^t)
+  float eps;
+};
+
+Coefficients CoefficientsOf(const AdamWArguments& arguments) {
+  const auto step = static_cast<double>(arguments.step);
+  const auto rounded = [](double value) { return static_cast<float>(value); };
+  return {.gradient_scale = *arguments.gradient_scale,
+          .beta1 = rounded(arguments.beta1),
+          .fresh1 = rounded(1 - arguments.beta1),
+          .beta2 = rounded(arguments.beta2),
+          .fresh2 = rounded(1 - arguments.beta2),
+          .step_size = rounded(arguments.lr / (1 - std::pow(arguments.beta1, step))),
+          .root_correction = rounded(1 / std::sqrt(1 - std::pow(arguments.beta2, step))),
+          .eps = rounded(arguments.eps)};
+}
+
+// `keep` is 1 - lr wd.
+void UpdateRange(const AdamWTensor& tensor, const Coefficients& c, float keep, int64_t begin,
+                 int64_t end) {
+  float* __restrict value = tensor.value.f32();
+  const float* __restrict gradient = tensor.gradient.f32();
+  float* __restrict first = tensor.first_moment.f32();
+  float* __restrict second = tensor.second_moment.f32();
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
-    const float gradient = scale * g[i];
-    m[i] = beta1 * m[i] + fresh1 * gradient;
-    v[i] = beta2 * v[i] + fresh2 * gradient * gradient;
-    w[i] = keep * w[i] - step_size * m[i] / (std::sqrt(v[i]) * root_correction + eps);
+    const float g = c.gradient_scale * gradient[i];
+    const float m = c.beta1 * first[i] + c.fresh1 * g;
+    const float v = c.beta2 * second[i] + c.fresh2 * g * g;
+    first[i] = m;
+    second[i] = v;
+    value[i] = keep * value[i] - c.step_size * m / (std::sqrt(v) * c.root_correction + c.eps);
   }
 }
 
@@ -36,11 +54,23 @@ void UpdateRange(const AdamWTensor& tensor, const AdamWArguments& a, int64_t beg
 
 void UpdateAdamW(ThreadPool& pool, const std::vector<AdamWTensor>& tensors,
                  const AdamWArguments& arguments) {
-  for (const AdamWTensor& tensor : tensors) {
-    pool.ParallelFor(tensor.value.size(), kGrain, [&](int64_t begin, int64_t end) {
-      UpdateRange(tensor, arguments, begin, end);
-    });
-  }
+  const Coefficients coefficients = CoefficientsOf(arguments);
+  int64_t elements = 0;
+  for (const AdamWTensor& tensor : tensors) elements += tensor.value.size();
+  // One parallel loop over the elements of all tensors: a model has hundreds of vectors that are
+  // too small to wake a thread for.
+  pool.ParallelFor(elements, kGrain, [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const AdamWTensor& tensor : tensors) {
+      const int64_t size = tensor.value.size();
+      const int64_t from = std::max<int64_t>(begin - first, 0), to = std::min(end - first, size);
+      if (from < to) {
+        UpdateRange(tensor, coefficients,
+                    static_cast<float>(1 - arguments.lr * tensor.weight_decay), from, to);
+      }
+      first += size;
+    }
+  });
 }
 
 }  // namespace dim0::cpu

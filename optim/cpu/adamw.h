@@ -1,4 +1,4 @@
-// AdamW's arithmetic on a range of elements.
+// AdamW's arithmetic on the CPU.
 #ifndef DIM0_OPTIM_CPU_ADAMW_H_
 #define DIM0_OPTIM_CPU_ADAMW_H_
 

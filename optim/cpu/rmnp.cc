@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 namespace dim0::cpu {
 namespace {
@@ -10,110 +11,150 @@ namespace {
 // Elements a thread must have before another one is woken.
 constexpr int64_t kGrain = 1 << 14;
 
-// Sums in this many lanes, whatever the alignment, so that a row's sum is the same in every shard.
+// Elements are taken a cache line at a time, counted from the row's begin. A row's squares are
+// summed in as many lanes, so that the sum is the same in every shard.
 constexpr int64_t kLanes = 16;
 
-float SumOfSquares(const float* x, int64_t n) {
-  float lanes[kLanes] = {};
+// Calls body(i, lane) for all i in [0, n), and soon(i) once for each kLanes of them, ahead of it.
+template <typename Body, typename Soon>
+inline void ForEachElement(int64_t n, Soon soon, Body body) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
+    soon(i);
 #pragma omp simd
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += x[i + j] * x[i + j];
+    for (int64_t lane = 0; lane < kLanes; ++lane) body(i + lane, lane);
   }
-  for (; i < n; ++i) lanes[i % kLanes] += x[i] * x[i];
-  float sum = 0;
-  for (const float lane : lanes) sum += lane;
-  return sum;
+  for (; i < n; ++i) body(i, i % kLanes);
 }
 
-// V <- mu V + scale G; out = scale G + mu V or V.
-void MomentumRow(const float* __restrict gradient, float* __restrict momentum, int64_t n,
-                 const RmnpArguments& a, float* __restrict out) {
-  const float scale = *a.gradient_scale;
-  const auto mu = static_cast<float>(a.momentum);
-  const bool nesterov = a.nesterov;
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    const float g = scale * gradient[i];
-    const float v = mu * momentum[i] + g;
-    momentum[i] = v;
-    out[i] = nesterov ? g + mu * v : v;
-  }
-}
+// One row, or a part of one, and how far to look ahead: while the momentum is updated the values
+// are on their way from memory, and while those are updated the next row's gradient is, so that
+// memory is never idle. A prefetch of what lies past the last row is harmless.
+struct Row {
+  float* __restrict value;
+  const float* __restrict gradient;
+  float* __restrict momentum;
+  int64_t size;
+};
 
-// U from a momentum that is up to date.
-void DirectionRow(const float* __restrict gradient, const float* __restrict momentum, int64_t n,
-                  const RmnpArguments& a, float* __restrict out) {
-  const float scale = *a.gradient_scale;
-  const auto mu = static_cast<float>(a.momentum);
-  const bool nesterov = a.nesterov;
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = nesterov ? scale * gradient[i] + mu * momentum[i] : momentum[i];
-  }
-}
-
-void ApplyRow(float* __restrict w, const float* __restrict direction, int64_t n, float squares,
-              double scale, const RmnpArguments& a) {
-  const double norm = std::max(std::sqrt(double{squares}), a.eps);
-  const auto step = static_cast<float>(a.lr * scale / std::pow(norm, 1 - a.power));
-  const auto keep = static_cast<float>(1 - a.lr * a.weight_decay);
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) w[i] = keep * w[i] - step * direction[i];
-}
-
-// Calls body(offset of the row's first element, row, scratch of one row) for all rows.
-template <typename Body>
-void ForEachRow(ThreadPool& pool, const RmnpTensor& matrix, Body body) {
+Row RowOf(const RmnpTensor& matrix, int64_t row) {
   const int64_t cols = matrix.value.cols;
-  if (cols == 0) return;
-  pool.ParallelFor(matrix.value.rows, std::max<int64_t>(1, kGrain / cols),
-                   [&](int64_t begin, int64_t end) {
-                     std::vector<float> direction(cols);
-                     for (int64_t row = begin; row < end; ++row) {
-                       body(row * cols, row, direction.data());
-                     }
-                   });
+  return {matrix.value.f32() + row * cols, matrix.gradient.f32() + row * cols,
+          matrix.momentum.f32() + row * cols, cols};
+}
+
+template <bool kNesterov>
+inline float Direction(float gradient, float momentum, float mu) {
+  return kNesterov ? gradient + mu * momentum : momentum;
+}
+
+// V <- mu V + G; returns the sum of U^2.
+template <bool kNesterov>
+float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
+  const float scale = *arguments.gradient_scale;
+  const auto mu = static_cast<float>(arguments.momentum);
+  float squares[kLanes] = {};
+  ForEachElement(
+      row.size, [&](int64_t i) { __builtin_prefetch(row.value + i, 1); },
+      [&](int64_t i, int64_t lane) {
+        const float gradient = scale * row.gradient[i];
+        const float momentum = mu * row.momentum[i] + gradient;
+        row.momentum[i] = momentum;
+        const float direction = Direction<kNesterov>(gradient, momentum, mu);
+        squares[lane] += direction * direction;
+      });
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+    for (int64_t lane = 0; lane < half; ++lane) squares[lane] += squares[lane + half];
+  }
+  return squares[0];
+}
+
+// The same U again, from the gradient and the momentum that are still in the caches; then the
+// update of the values.
+template <bool kNesterov>
+void UpdateValues(const Row& row, float squares, double scale, const RmnpArguments& arguments) {
+  const double norm = std::max(std::sqrt(double{squares}), arguments.eps);
+  const double divisor = arguments.power == 0 ? norm : std::pow(norm, 1 - arguments.power);
+  // Finite, so that a zero row stays zero whatever eps is.
+  const auto step = static_cast<float>(
+      std::min(arguments.lr * scale / divisor, double{std::numeric_limits<float>::max()}));
+  const auto keep = static_cast<float>(1 - arguments.lr * arguments.weight_decay);
+  const float gradient_scale = *arguments.gradient_scale;
+  const auto mu = static_cast<float>(arguments.momentum);
+  ForEachElement(
+      row.size,
+      [&](int64_t i) {
+        __builtin_prefetch(row.gradient + row.size + i, 0);
+        __builtin_prefetch(row.momentum + row.size + i, 1);
+      },
+      [&](int64_t i, int64_t) {
+        const float direction =
+            Direction<kNesterov>(gradient_scale * row.gradient[i], row.momentum[i], mu);
+        row.value[i] = keep * row.value[i] - step * direction;
+      });
+}
+
+// Calls body(matrix, row) for the rows of all matrices, in one parallel loop: the threads are woken
+// once however small the matrices are.
+template <typename Body>
+void ForEachRow(ThreadPool& pool, const std::vector<RmnpTensor>& matrices, Body body) {
+  int64_t elements = 0;
+  for (const RmnpTensor& matrix : matrices) elements += matrix.value.size();
+  pool.ParallelFor(elements, kGrain, [&](int64_t begin, int64_t end) {
+    // A row is done where its first element lies.
+    int64_t first = 0;
+    for (const RmnpTensor& matrix : matrices) {
+      const auto rows_before = [&](int64_t element) {
+        const int64_t within = std::clamp<int64_t>(element - first, 0, matrix.value.size());
+        return (within + matrix.value.cols - 1) / matrix.value.cols;
+      };
+      if (matrix.value.size() == 0) continue;
+      const int64_t end_row = rows_before(end);
+      for (int64_t row = rows_before(begin); row < end_row; ++row) body(matrix, row);
+      first += matrix.value.size();
+    }
+  });
+}
+
+// Calls body(std::true_type or std::false_type), so that the choice costs nothing per element.
+template <typename Body>
+void WithNesterov(bool nesterov, Body body) {
+  if (nesterov) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
+  }
 }
 
 }  // namespace
 
 void UpdateRmnp(ThreadPool& pool, const std::vector<RmnpTensor>& matrices,
                 const RmnpArguments& arguments) {
-  for (const RmnpTensor& matrix : matrices) {
-    const int64_t cols = matrix.value.cols;
-    ForEachRow(pool, matrix, [&](int64_t offset, int64_t, float* direction) {
-      MomentumRow(matrix.gradient.f32() + offset, matrix.momentum.f32() + offset, cols, arguments,
-                  direction);
-      ApplyRow(matrix.value.f32() + offset, direction, cols, SumOfSquares(direction, cols),
-               matrix.scale, arguments);
+  WithNesterov(arguments.nesterov, [&](auto nesterov) {
+    ForEachRow(pool, matrices, [&](const RmnpTensor& matrix, int64_t i) {
+      const Row row = RowOf(matrix, i);
+      const float squares = UpdateMomentum<nesterov>(row, arguments);
+      UpdateValues<nesterov>(row, squares, matrix.scale, arguments);
     });
-  }
+  });
 }
 
 void AccumulateRmnpRowSquares(ThreadPool& pool, const std::vector<RmnpTensor>& parts,
                               const RmnpArguments& arguments) {
-  for (const RmnpTensor& part : parts) {
-    const int64_t cols = part.value.cols;
-    ForEachRow(pool, part, [&](int64_t offset, int64_t row, float* direction) {
-      MomentumRow(part.gradient.f32() + offset, part.momentum.f32() + offset, cols, arguments,
-                  direction);
-      part.row_squares[row] = SumOfSquares(direction, cols);
+  WithNesterov(arguments.nesterov, [&](auto nesterov) {
+    ForEachRow(pool, parts, [&](const RmnpTensor& part, int64_t i) {
+      part.row_squares[i] = UpdateMomentum<nesterov>(RowOf(part, i), arguments);
     });
-  }
+  });
 }
 
 void ApplyRmnp(ThreadPool& pool, const std::vector<RmnpTensor>& parts,
                const RmnpArguments& arguments) {
-  for (const RmnpTensor& part : parts) {
-    const int64_t cols = part.value.cols;
-    ForEachRow(pool, part, [&](int64_t offset, int64_t row, float* direction) {
-      DirectionRow(part.gradient.f32() + offset, part.momentum.f32() + offset, cols, arguments,
-                   direction);
-      ApplyRow(part.value.f32() + offset, direction, cols, part.row_squares[row], part.scale,
-               arguments);
+  WithNesterov(arguments.nesterov, [&](auto nesterov) {
+    ForEachRow(pool, parts, [&](const RmnpTensor& part, int64_t i) {
+      UpdateValues<nesterov>(RowOf(part, i), part.row_squares[i], part.scale, arguments);
     });
-  }
+  });
 }
 
 }  // namespace dim0::cpu
