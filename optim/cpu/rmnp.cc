@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 namespace dim0::cpu {
 namespace {
@@ -15,7 +16,8 @@ constexpr int64_t kGrain = 1 << 14;
 // summed in as many lanes, so that the sum is the same in every shard.
 constexpr int64_t kLanes = 16;
 
-// Calls body(i, lane) for all i in [0, n), and soon(i) once for each kLanes of them, ahead of it.
+// Calls body(i, lane) for all i in [0, n), and before each full kLanes of them soon(i), which may
+// prefetch.
 template <typename Body, typename Soon>
 inline void ForEachElement(int64_t n, Soon soon, Body body) {
   int64_t i = 0;
@@ -27,9 +29,8 @@ inline void ForEachElement(int64_t n, Soon soon, Body body) {
   for (; i < n; ++i) body(i, i % kLanes);
 }
 
-// One row, or a part of one, and how far to look ahead: while the momentum is updated the values
-// are on their way from memory, and while those are updated the next row's gradient is, so that
-// memory is never idle. A prefetch of what lies past the last row is harmless.
+// One row, or a part of one. The sweeps below ask for what the sweep after them needs, so that
+// memory is never idle; what lies past the last row is asked for in vain and does no harm.
 struct Row {
   float* __restrict value;
   const float* __restrict gradient;
@@ -69,8 +70,8 @@ float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
   return squares[0];
 }
 
-// The same U again, from the gradient and the momentum that are still in the caches; then the
-// update of the values.
+// Makes U again, from the gradient and the momentum that are still in the caches (in halves of an
+// update, from memory), and updates the values. `squares` is the sum over the whole row.
 template <bool kNesterov>
 void UpdateValues(const Row& row, float squares, double scale, const RmnpArguments& arguments) {
   const double norm = std::max(std::sqrt(double{squares}), arguments.eps);
