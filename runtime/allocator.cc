@@ -22,6 +22,8 @@ absl::string_view Name(MemoryPurpose purpose) {
       return "activations";
     case MemoryPurpose::kCommunication:
       return "communication";
+    case MemoryPurpose::kDiagnostics:
+      return "diagnostics";
   }
   return "?";
 }

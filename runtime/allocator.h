@@ -22,8 +22,9 @@ enum class MemoryPurpose : uint8_t {
   kActivations,    // what the model keeps between forward and backward, and its workspaces
   kCommunication,  // unsharded gradients on their way to the reduce-scatter; optimizers' wire
                    // buffers
+  kDiagnostics,    // copies and products of a run that measures itself
 };
-inline constexpr int kNumMemoryPurposes = 6;
+inline constexpr int kNumMemoryPurposes = 7;
 absl::string_view Name(MemoryPurpose purpose);
 
 class Allocator;

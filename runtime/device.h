@@ -41,6 +41,17 @@ class Device {
   // *result = sum of squares of `values` (float32), accumulated in float64. `result` is device
   // memory.
   virtual void SumOfSquares(Stream& stream, const Tensor& values, double* result) = 0;
+  // The same of a - b; both have one shape.
+  virtual void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
+                                       double* result) = 0;
+
+  // How far v v^T is from a diagonal matrix, v being [m, n] float32 and m at least 2. For every
+  // `stride`-th row i from row 0, ratios[i / stride] = (v v^T)_ii / mean over j != i of
+  // |(v v^T)_ij|: infinite for a row orthogonal to all others, NaN for a row of zeros. `products`
+  // [ceil(m / stride), m] float32 is workspace, and v is scaled, so that neither tiny nor huge
+  // values leave float32's range. All of it is device memory.
+  virtual void DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride,
+                                 const Tensor& products, double* ratios) = 0;
 
   // *scale = the factor that clips a gradient of norm g to `clip`: min(1, clip / (g + 1e-6)), or 1
   // when clip is 0; NaN when g is not finite. g^2 is the sum of stats[r * stride + i] over `ranks`
@@ -49,6 +60,8 @@ class Device {
                          int64_t count, double clip, float* scale) = 0;
 
   virtual void Zero(Stream& stream, void* target, int64_t bytes) = 0;
+  // Between two places of device memory that do not overlap.
+  virtual void Copy(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
   // `target` is host memory, valid once the stream has passed.
   virtual void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
   // Copies from host memory; `source` must live until the copy has run.

@@ -150,6 +150,64 @@ TEST_P(DeviceTest, SumOfSquaresKeepsNanAndInfinity) {
   }
 }
 
+TEST_P(DeviceTest, SumOfSquaredDifferencesIsExactWhereFloat64Is) {
+  const auto stream = device_->NewStream("s");
+  for (const int64_t size : {0, 1, 7, 8, 9, 1000, (1 << 18) + 1}) {
+    std::vector<float> a(size), b(size);
+    double expected = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      a[i] = static_cast<float>(i % 1000);
+      b[i] = 16777216;  // from which float32 could not subtract 1
+      expected += (double{a[i]} - b[i]) * (double{a[i]} - b[i]);
+    }
+    double sum = -1;
+    device_->SumOfSquaredDifferences(*stream, F32(a.data(), size), F32(b.data(), size), &sum);
+    ASSERT_TRUE(stream->Synchronize().ok());
+    EXPECT_NEAR(sum, expected, 1e-12 * expected) << size;
+  }
+}
+
+TEST_P(DeviceTest, CopyMovesBytesWithinTheDevice) {
+  const auto stream = device_->NewStream("s");
+  const std::vector<float> source = {1, 2, 3};
+  std::vector<float> target(3);
+  device_->Copy(*stream, target.data(), source.data(), 2 * sizeof(float));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_EQ(target, (std::vector<float>{1, 2, 0}));
+}
+
+TEST_P(DeviceTest, DiagonalDominanceComparesEveryStridethRowWithAllRows) {
+  const auto stream = device_->NewStream("s");
+  // v v^T is [[5, 2, -4, 0, 0], [2, 1, -1, 0, 0], [-4, -1, 5, 0, 0], zeros, [0, 0, 0, 0, 9]].
+  const std::vector<float> v = {2, 1, 0, 1, 0, 0, -1, -2, 0, 0, 0, 0, 0, 0, 3};
+  const double infinity = std::numeric_limits<double>::infinity();
+  // 5 / ((2 + 4) / 4), 1 / ((2 + 1) / 4), 5 / ((4 + 1) / 4), none, 9 / 0.
+  const std::vector<double> expected = {10.0 / 3, 4.0 / 3, 4, std::nan(""), infinity};
+  for (const int64_t stride : {1, 2, 3, 5}) {
+    // The ratios do not depend on the length of v, even where its squares have no float32.
+    for (const float scale : {1.0f, 1e-30f, 1e30f, 3e37f}) {
+      std::vector<float> scaled = v;
+      for (float& value : scaled) value *= scale;
+      const int64_t rows = (5 + stride - 1) / stride;
+      std::vector<float> products(rows * 5);
+      std::vector<double> ratios(rows, -1);
+      device_->DiagonalDominance(*stream, F32(scaled.data(), 5, 3), stride,
+                                 F32(products.data(), rows, 5), ratios.data());
+      ASSERT_TRUE(stream->Synchronize().ok());
+      for (int64_t r = 0; r < rows; ++r) {
+        const double ratio = expected[r * stride];
+        if (std::isnan(ratio)) {
+          EXPECT_TRUE(std::isnan(ratios[r]));
+        } else if (std::isinf(ratio)) {
+          EXPECT_EQ(ratios[r], ratio);
+        } else {
+          EXPECT_NEAR(ratios[r], ratio, 1e-6 * ratio) << scale;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(DeviceTest, ClipScaleShrinksOnlyNormsAboveTheClip) {
   const auto stream = device_->NewStream("s");
   // Two ranks of stride 3 whose last two columns count: 9 + 16 + 0 + 0 = 5 squared.
@@ -163,6 +221,7 @@ TEST_P(DeviceTest, ClipScaleShrinksOnlyNormsAboveTheClip) {
   EXPECT_FLOAT_EQ(clip_to(2.5), 2.5 / (5 + 1e-6));
   EXPECT_EQ(clip_to(6), 1.0f);
   EXPECT_EQ(clip_to(0), 1.0f);
+  EXPECT_EQ(clip_to(std::numeric_limits<double>::infinity()), 1.0f);
 }
 
 TEST_P(DeviceTest, ClipScaleOfABrokenNormIsNotFinite) {

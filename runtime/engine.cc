@@ -421,6 +421,8 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
   }
   result.loss /= global_tokens;
   result.gradient_norm = std::sqrt(squares);
+  // As Device::ClipScale decides.
+  result.clipped = options_.clip > 0 && options_.clip < result.gradient_norm + 1e-6;
   result.forward_backward = finished.points().front()->time() - started.points().front()->time();
   return result;
 }
@@ -467,15 +469,20 @@ absl::StatusOr<double> Engine::Evaluate(absl::Span<const Batch> batches) {
 }
 
 absl::Status Engine::GatherToRankZero(int parameter, absl::Span<float> whole) {
+  const ParameterTable::Entry& entry = table_[parameter];
+  return GatherToRankZero(parameter, units_[entry.unit].unit.parameters[entry.position].value,
+                          whole.data());
+}
+
+absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, float* whole) {
   const UnitState& state = units_[table_[parameter].unit];
   const int position = table_[parameter].position;
-  const ParameterShard& shard = state.unit.parameters[position];
   if (optimizer_ != nullptr) reduce_scatter_->Wait(optimizer_->Updated(state.unit));
   reduce_scatter_->Enqueue(
       {.name = "gather", .kind = OpKind::kCollective}, [&](const OpContext& context) {
         return control_channel_->Gather(
             {Purpose::kControl, table_[parameter].spec.name, context.native_stream},
-            DType::kFloat32, shard.value.data, whole.data(), state.counts[position], /*root=*/0);
+            DType::kFloat32, shard.data, whole, state.counts[position], /*root=*/0);
       });
   absl::Status status = reduce_scatter_->Synchronize();
   return status.ok() ? status : Fail(std::move(status));

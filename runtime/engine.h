@@ -46,13 +46,16 @@ struct EngineOptions {
   // Reduce-scatter after every micro-batch, accumulating in the shard; otherwise accumulate
   // unsharded and reduce once a step.
   bool sync_every_micro_batch = true;
-  // Largest global gradient norm; 0 for no clipping (the norm is still measured).
+  // Largest global gradient norm. Infinity never clips, but updates wait for the norm all the same,
+  // so that a gradient that is not finite changes nothing. 0: no clipping and no waiting (the norm
+  // is still measured): a broken gradient is found when the step's updates are under way.
   double clip = 0;
 };
 
 struct StepResult {
   double loss = 0;           // mean over all ranks' tokens
   double gradient_norm = 0;  // global, before clipping
+  bool clipped = false;      // clipping made the gradient smaller
   bool stop = false;         // some rank asked to stop
   // From the first stage's parameters being there to the end of the last backward.
   absl::Duration forward_backward;
@@ -92,6 +95,10 @@ class Engine {
   // Collects one parameter, whole, on rank 0, where `whole` (float32, its size) is filled; other
   // ranks pass an empty span.
   absl::Status GatherToRankZero(int parameter, absl::Span<float> whole);
+
+  // The same of any float32 tensor that is sharded as `parameter` is: `shard` is this rank's part,
+  // `whole` the parameter's size of device memory on rank 0 and null elsewhere.
+  absl::Status GatherToRankZero(int parameter, const Tensor& shard, float* whole);
 
   // Every rank's bytes, of equal size, in rank order: the runtime's small talk. Blocks.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& mine);

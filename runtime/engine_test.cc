@@ -10,6 +10,7 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@ namespace dim0 {
 namespace {
 
 constexpr double kLr = 0.25;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Small integers and powers of two throughout: float32 holds every value exactly.
 float GradientOf(int parameter, int64_t element, int stage_uses) {
@@ -88,7 +90,10 @@ class ToyModel : public Model {
           target = (adds ? target : 0) + scale * GradientOf(id, e, 1);
         }
       }
-      if (poison_ == unit) targets[0].f32()[1] = std::nanf("");
+      const int position = poison_.parameter - table_.first(unit);
+      if (position >= 0 && position < static_cast<int>(targets.size())) {
+        targets[position].f32()[poison_.element] = poison_.value;
+      }
       return absl::OkStatus();
     });
   }
@@ -99,7 +104,13 @@ class ToyModel : public Model {
     steps_done_ = steps_done;
     mean_weight_ = weight;
   }
-  void Poison(int unit) { poison_ = unit; }
+  // What this rank's backward writes instead of one element of a gradient.
+  struct Poison {
+    int parameter = -1;
+    int64_t element = 0;
+    float value = 0;
+  };
+  void SetPoison(const Poison& poison) { poison_ = poison; }
   int64_t wrong() const { return wrong_; }
   int64_t checked() const { return checked_; }
 
@@ -138,7 +149,7 @@ class ToyModel : public Model {
   float gradient_scale_ = 0;
   int64_t steps_done_ = 0;
   double mean_weight_ = 1;
-  int poison_ = -1;
+  Poison poison_;
   int calls_ = 0;  // compute stream only
   std::atomic<int64_t> wrong_ = 0, checked_ = 0;
 };
@@ -283,7 +294,7 @@ std::vector<Case> Cases() {
     for (const bool sync : {true, false}) {
       cases.push_back({world_size, 3, {.sync_every_micro_batch = sync}, 3});
       // A clip that never bites: the same numbers by the other order of updates.
-      cases.push_back({world_size, 2, {.sync_every_micro_batch = sync, .clip = 1e9}, 2});
+      cases.push_back({world_size, 2, {.sync_every_micro_batch = sync, .clip = kInfinity}, 2});
     }
     cases.push_back({world_size, 1, {}, 2});
     cases.push_back({world_size, 0, {}, 1});
@@ -357,23 +368,88 @@ TEST(Engine, ClippingScalesTheUpdateByTheGlobalNorm) {
   }
 }
 
+const std::vector<float> kNotFinite = {std::numeric_limits<float>::quiet_NaN(),
+                                       std::numeric_limits<float>::infinity(),
+                                       -std::numeric_limits<float>::infinity()};
+
 TEST(Engine, ABrokenGradientNamesUnitParameterAndRankAndChangesNothing) {
+  struct Broken {
+    int parameter;
+    int64_t element;
+    const char* named;
+    const char* rank;  // that stores the element's row, of 3
+  };
+  const std::vector<Broken> cases = {{0, 20, "table (unit root)", "rank 2"},
+                                     {1, 0, "bias (unit root)", "rank 0"},
+                                     {4, 1, "w1 (unit h.1)", "rank 0"},
+                                     {4, 11, "w1 (unit h.1)", "rank 2"},
+                                     {5, 1, "b1 (unit h.1)", "rank 1"}};
+  for (const double clip : {1.0, kInfinity}) {
+    for (const float value : kNotFinite) {
+      for (const Broken& broken : cases) {
+        OnRanks(3, [&](int rank, ProcessGroup& group) {
+          ToyRank toy(group, {.clip = clip}, 2);
+          ASSERT_TRUE(toy.engine->Start(1).ok());
+          if (rank == 1) toy.model.SetPoison({broken.parameter, broken.element, value});
+          const auto result = toy.Step();
+          ASSERT_FALSE(result.ok());
+          for (const char* part : {broken.named, broken.rank}) {
+            EXPECT_NE(result.status().message().find(part), absl::string_view::npos)
+                << result.status();
+          }
+          ASSERT_TRUE(toy.engine->Synchronize().ok());
+          const ParameterTable& table = toy.engine->table();
+          for (int u = 0; u < table.num_units(); ++u) {
+            for (const ParameterShard& shard : toy.engine->unit(u).parameters) {
+              const bool one = table[shard.id].spec.init.kind == Init::Kind::kOne;
+              for (int64_t e = 0; e < shard.value.size(); ++e) {
+                EXPECT_EQ(shard.value.f32()[e], one ? 1 : 0) << table[shard.id].spec.name;
+              }
+            }
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(Engine, WithoutClippingABrokenGradientIsFoundWhenEveryUnitHasItsUpdate) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
-    ToyRank toy(group, {.clip = 1}, 2);
+    ToyRank toy(group, {.clip = 0}, 2);
     ASSERT_TRUE(toy.engine->Start(1).ok());
-    if (rank == 1) toy.model.Poison(2);
-    const auto result = toy.Step();
+    if (rank == 1) toy.model.SetPoison({4, 1, kNotFinite[0]});
+    const auto result = toy.Step(/*global_tokens=*/3);
     ASSERT_FALSE(result.ok());
-    // Element 1 of w1 lies in row 0, which rank 0 stores.
-    EXPECT_NE(result.status().message().find("w1 (unit h.1)"), absl::string_view::npos)
-        << result.status();
-    EXPECT_NE(result.status().message().find("rank 0"), absl::string_view::npos);
+    EXPECT_NE(result.status().message().find("w1 (unit h.1)"), absl::string_view::npos);
     ASSERT_TRUE(toy.engine->Synchronize().ok());
-    // The shards themselves: 0 as they began.
-    for (const ParameterShard& shard : toy.engine->unit(2).parameters) {
-      for (int64_t e = 0; e < shard.value.size(); ++e) EXPECT_EQ(shard.value.f32()[e], 0);
+    const ParameterTable& table = toy.engine->table();
+    for (int u = 0; u < table.num_units(); ++u) {
+      for (const ParameterShard& shard : toy.engine->unit(u).parameters) {
+        const int64_t first = shard.rows.begin * table[shard.id].spec.cols;
+        for (int64_t e = 0; e < shard.value.size(); ++e) {
+          if (shard.id == 4 && first + e == 1) {
+            EXPECT_TRUE(std::isnan(shard.value.f32()[e]));
+          } else {
+            EXPECT_NEAR(shard.value.f32()[e], toy.model.Expected(shard.id, first + e, 1), 1e-6);
+          }
+        }
+      }
     }
   });
+}
+
+TEST(Engine, SaysWhetherClippingMadeTheGradientSmaller) {
+  for (const double clip : {0.0, 1e-3, 1e9, kInfinity}) {
+    OnRanks(2, [&](int, ProcessGroup& group) {
+      ToyRank toy(group, {.clip = clip}, 1);
+      ASSERT_TRUE(toy.engine->Start(1).ok());
+      const auto result = toy.Step();
+      ASSERT_TRUE(result.ok());
+      ASSERT_GT(result->gradient_norm, 1);
+      ASSERT_LT(result->gradient_norm, 1e3);
+      EXPECT_EQ(result->clipped, clip == 1e-3) << clip;
+    });
+  }
 }
 
 TEST(Engine, RanksWithDifferentPlansAreRefusedByName) {

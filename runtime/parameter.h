@@ -16,6 +16,7 @@ enum class ParameterRole : uint8_t {
   kEmbedding,  // a 2-D table indexed by token or position (a tied head included)
   kVector,     // a bias or a norm's gain: never decayed
 };
+inline constexpr int kNumParameterRoles = 3;
 
 struct Init {
   enum class Kind : uint8_t { kZero, kOne, kNormal };

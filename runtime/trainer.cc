@@ -18,6 +18,7 @@
 #include "absl/time/clock.h"
 #include "nlohmann/json.hpp"
 #include "runtime/check.h"
+#include "runtime/diagnostics.h"
 #include "runtime/run_files.h"
 #include "runtime/safetensors.h"
 #include "spdlog/spdlog.h"
@@ -48,6 +49,14 @@ struct BytesSent {
 BytesSent Sent(const ByteLedger& ledger) {
   return {ledger.bytes(Purpose::kParameter), ledger.bytes(Purpose::kGradient),
           ledger.bytes(Purpose::kOptimizer)};
+}
+
+// What is not a finite number becomes null.
+Json ToJson(const Dominance& dominance) {
+  return {{"r_avg", dominance.average},
+          {"r_min", dominance.smallest},
+          {"r_max", dominance.largest},
+          {"rows", dominance.rows}};
 }
 
 // Token buffers of micro-batches; they stay while the work that reads them is in flight.
@@ -123,6 +132,10 @@ class RankRun {
         model_->Allocate(*allocator_, options_.batch, options_.seq_len, /*training=*/true));
     DIM0_ASSIGN_OR_RETURN(engine_, Engine::Create(options_.engine, *model_, group_, *device_,
                                                   *allocator_, optimizer_.get()));
+    if (options_.diagnostics_every > 0) {
+      DIM0_ASSIGN_OR_RETURN(
+          diagnostics_, Diagnostics::Create(*engine_, *optimizer_, group_, *device_, *allocator_));
+    }
     DIM0_RETURN_IF_ERROR(engine_->Start(options_.seed));
     // All ranks measure at once: they will compute at once.
     DIM0_ASSIGN_OR_RETURN(const std::vector<double> rates,
@@ -146,6 +159,14 @@ class RankRun {
       }
       index += options_.ranks * options_.batch;
     }
+    const bool measured = diagnostics_ != nullptr && step % options_.diagnostics_every == 0;
+    if (measured) {
+      // The last step's update belongs to its step's time, the copy to none's.
+      DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+      const absl::Time start = absl::Now();
+      DIM0_RETURN_IF_ERROR(diagnostics_->BeforeStep());
+      clock_ += absl::Now() - start;
+    }
     const double factor = workload_.lr_factor(step);
     absl::StatusOr<StepResult> result =
         engine_->TrainStep(train_batches_.batches(), tokens_per_step(),
@@ -159,15 +180,44 @@ class RankRun {
     stopped_ = result->stop;
     steps_done_ = step;
     final_loss_ = result->loss;
+    ++steps_since_diagnostics_;
+    if (result->clipped) ++clipped_since_diagnostics_;
     // The last step's update has no next step to be counted in.
-    if (stopped_ || step == options_.steps) DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+    if (measured || stopped_ || step == options_.steps) {
+      DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+    }
 
     const absl::Time now = absl::Now();
     const double seconds = absl::ToDoubleSeconds(now - clock_);
     clock_ = now;
     step_seconds_.push_back(seconds);
     forward_backward_seconds_.push_back(absl::ToDoubleSeconds(result->forward_backward));
-    return leads() ? Log(step, *result, seconds, factor) : absl::OkStatus();
+    if (leads()) DIM0_RETURN_IF_ERROR(Log(step, *result, seconds, factor));
+    return measured ? Diagnose(step) : absl::OkStatus();
+  }
+
+  absl::Status Diagnose(int64_t step) {
+    DIM0_ASSIGN_OR_RETURN(const DiagnosticsReport report, diagnostics_->AfterStep());
+    const double clip_rate =
+        static_cast<double>(clipped_since_diagnostics_) / steps_since_diagnostics_;
+    steps_since_diagnostics_ = 0;
+    clipped_since_diagnostics_ = 0;
+    clock_ = absl::Now();
+    if (!leads()) return absl::OkStatus();
+    Json json = ToJson(report.all);
+    json["clip_rate"] = clip_rate;
+    json["update_rms"] = {
+        {"matrices", report.update_rms[static_cast<int>(ParameterRole::kMatrix)]},
+        {"embeddings", report.update_rms[static_cast<int>(ParameterRole::kEmbedding)]},
+        {"vectors", report.update_rms[static_cast<int>(ParameterRole::kVector)]}};
+    json["matrices"] = Json::object();
+    for (const auto& [name, dominance] : report.matrices) {
+      json["matrices"][name] = ToJson(dominance);
+    }
+    spdlog::info("step {:>{}}/{}  r_avg {:.3f}  r_min {:.3f}  r_max {:.3f}  clip rate {:.2f}", step,
+                 absl::StrCat(options_.steps).size(), options_.steps, report.all.average,
+                 report.all.smallest, report.all.largest, clip_rate);
+    return metrics_->Append(Json{{"step", step}, {"diagnostics", json}}.dump());
   }
 
   absl::Status Log(int64_t step, const StepResult& result, double seconds, double lr_factor) {
@@ -396,12 +446,15 @@ class RankRun {
   std::unique_ptr<Model> model_;
   std::unique_ptr<Optimizer> optimizer_;
   std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Diagnostics> diagnostics_;  // null when off
 
   std::optional<JsonLinesFile> metrics_;
   double matmul_rate_ = 0;  // FLOP/s, all ranks
   absl::Time clock_;        // when the last step or validation ended
   int64_t steps_done_ = 0;
   bool stopped_ = false;
+  int64_t steps_since_diagnostics_ = 0;
+  int64_t clipped_since_diagnostics_ = 0;
   double final_loss_ = 0;
   double val_loss_ = std::numeric_limits<double>::quiet_NaN();
   BytesSent validation_bytes_;
@@ -424,9 +477,13 @@ absl::StatusOr<std::vector<MemoryUse>> PlanMemory(const TrainerOptions& options,
                           workload.make_optimizer(*device, *group));
     DIM0_RETURN_IF_ERROR(
         model->Allocate(allocator, options.batch, options.seq_len, /*training=*/true));
-    DIM0_RETURN_IF_ERROR(
-        Engine::Create(options.engine, *model, *group, *device, allocator, optimizer.get())
-            .status());
+    DIM0_ASSIGN_OR_RETURN(
+        const std::unique_ptr<Engine> engine,
+        Engine::Create(options.engine, *model, *group, *device, allocator, optimizer.get()));
+    if (options.diagnostics_every > 0) {
+      DIM0_RETURN_IF_ERROR(
+          Diagnostics::Create(*engine, *optimizer, *group, *device, allocator).status());
+    }
     plan.push_back(allocator.peak());
   }
   return plan;
@@ -440,6 +497,7 @@ std::string MemoryTable(const std::vector<MemoryUse>& ranks) {
   for (const MemoryUse& use : ranks) all += use.total();
   std::string table;
   const auto line = [&](absl::string_view name, int64_t bytes) {
+    if (bytes == 0) return;
     absl::StrAppendFormat(&table, "  %-14s %10.1f MiB\n", name, bytes / 1048576.0);
   };
   for (int i = 0; i < kNumMemoryPurposes; ++i) {

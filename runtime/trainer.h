@@ -1,8 +1,8 @@
 // The training loop: ranks, steps, validation, logs and the files a run leaves.
 //
 // RUN_DIR/metrics.jsonl       one JSON object a line: {step, loss, grad_norm, lr, step_ms,
-// tokens_per_s,
-//                             flops_fraction} for each step, {step, val_loss} for each validation
+//                             tokens_per_s, flops_fraction} for each step, {step, diagnostics} for
+//                             each step that was measured, {step, val_loss} for each validation
 // RUN_DIR/summary.json        the run's figures, written when it ends
 // RUN_DIR/model.safetensors   the final weights, written when it ends
 // An earlier run's files in the same folder are moved to RUN_DIR/previous-N, never overwritten.
@@ -62,9 +62,10 @@ struct TrainerOptions {
   int64_t seq_len = 128;
   int64_t steps = 100;
   uint64_t seed = 0;
-  int64_t val_every = 0;       // steps between validations; 0: after the last step only
-  int64_t val_sequences = 64;  // at most; the same sequences whatever the number of ranks
-  int64_t log_every = 1;       // steps between lines on the terminal
+  int64_t val_every = 0;          // steps between validations; 0: after the last step only
+  int64_t val_sequences = 64;     // at most; the same sequences whatever the number of ranks
+  int64_t log_every = 1;          // steps between lines on the terminal
+  int64_t diagnostics_every = 0;  // steps between diagnostics; 0: none
   std::string run_dir;
 
   // Raised from outside (a signal handler, say) to end after the step in progress. May be null.
@@ -93,6 +94,7 @@ struct TrainingSummary {
 };
 
 // Every rank's memory, by purpose: made by running the allocations of a run without allocating.
+// Errors: InvalidArgument for diagnostics that cannot be had.
 absl::StatusOr<std::vector<MemoryUse>> PlanMemory(const TrainerOptions& options,
                                                   const Workload& workload);
 

@@ -66,21 +66,64 @@ absl::StatusOr<int64_t> AddressSpaceAvailable(int threads) {
       limit.rlim_cur / 1073741824.0, threads, threads * kBytesPerThread / 1073741824.0));
 }
 
-// Float64 sum of squares; eight partial sums keep the vector units busy and fix the order.
-double SumOfSquaresOf(const float* values, int64_t count) {
+// Float64 sum of value(i)^2 for i in [begin, end); eight partial sums keep the vector units busy
+// and fix the order.
+template <typename Value>
+double SumOfSquaresOf(int64_t begin, int64_t end, Value value) {
   double partial[8] = {};
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
+  int64_t i = begin;
+  for (; i + 8 <= end; i += 8) {
 #pragma omp simd
     for (int j = 0; j < 8; ++j) {
-      const double value = values[i + j];
-      partial[j] += value * value;
+      const double x = value(i + j);
+      partial[j] += x * x;
     }
   }
-  for (; i < count; ++i) partial[i % 8] += static_cast<double>(values[i]) * values[i];
+  for (; i < end; ++i) {
+    const double x = value(i);
+    partial[i % 8] += x * x;
+  }
   double sum = 0;
   for (double p : partial) sum += p;
   return sum;
+}
+
+template <typename Value>
+double SumOfSquaresOf(ThreadPool& pool, int64_t size, Value value) {
+  // The cut is fixed, so that the sum does not depend on the number of threads.
+  constexpr int64_t kPiece = int64_t{1} << 18;
+  std::vector<double> sums((size + kPiece - 1) / kPiece);
+  pool.Run(sums.size(), [&](int64_t i) {
+    sums[i] = SumOfSquaresOf(i * kPiece, std::min(size, (i + 1) * kPiece), value);
+  });
+  double sum = 0;
+  for (const double s : sums) sum += s;
+  return sum;
+}
+
+// Scales `values` by the power of two that brings the largest magnitude into [0.5, 1). Values that
+// are all zero, or not all finite, stay as they are.
+void ScaleToUnitRange(ThreadPool& pool, float* values, int64_t size) {
+  constexpr int64_t kGrain = 1 << 14;
+  std::vector<float> largest(pool.threads(), 0.0f);
+  const int64_t share = (size + pool.threads() - 1) / pool.threads();
+  pool.Run(pool.threads(), [&](int64_t t) {
+    float most = 0;
+    for (int64_t i = t * share; i < std::min(size, (t + 1) * share); ++i) {
+      most = std::max(most, std::abs(values[i]));
+    }
+    largest[t] = most;
+  });
+  const float most = *std::max_element(largest.begin(), largest.end());
+  if (most == 0 || !std::isfinite(most)) return;
+  int exponent;
+  std::frexp(most, &exponent);
+  // In two factors: one power of two may itself be out of range.
+  const float half = std::ldexp(1.0f, -(exponent / 2));
+  const float rest = std::ldexp(1.0f, -(exponent - exponent / 2));
+  pool.ParallelFor(size, kGrain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) values[i] = values[i] * half * rest;
+  });
 }
 
 }  // namespace
@@ -147,16 +190,48 @@ void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* resul
   const int64_t size = values.size();
   stream.Enqueue({.name = "sum_of_squares", .flops = 2.0 * size, .bytes = 4.0 * size},
                  [this, data, size, result](const OpContext&) {
-                   // The cut is fixed, so that the sum does not depend on the number of threads.
-                   constexpr int64_t kPiece = int64_t{1} << 18;
-                   const int64_t pieces = (size + kPiece - 1) / kPiece;
-                   std::vector<double> sums(pieces);
-                   pool_.Run(pieces, [&](int64_t i) {
-                     sums[i] =
-                         SumOfSquaresOf(data + i * kPiece, std::min(kPiece, size - i * kPiece));
+                   *result = SumOfSquaresOf(pool_, size, [data](int64_t i) { return data[i]; });
+                   return absl::OkStatus();
+                 });
+}
+
+void CpuDevice::SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
+                                        double* result) {
+  DIM0_CHECK(a.rows == b.rows && a.cols == b.cols);
+  const float* x = a.f32();
+  const float* y = b.f32();
+  const int64_t size = a.size();
+  stream.Enqueue({.name = "sum_of_squared_differences", .flops = 3.0 * size, .bytes = 8.0 * size},
+                 [=, this](const OpContext&) {
+                   *result = SumOfSquaresOf(
+                       pool_, size, [x, y](int64_t i) { return static_cast<double>(x[i]) - y[i]; });
+                   return absl::OkStatus();
+                 });
+}
+
+void CpuDevice::DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride,
+                                  const Tensor& products, double* ratios) {
+  const int64_t m = v.rows, n = v.cols;
+  const int64_t rows = (m + stride - 1) / stride;
+  DIM0_CHECK(m >= 2 && products.rows == rows && products.cols == m);
+  stream.Enqueue({.name = "diagonal_dominance",
+                  .flops = 2.0 * rows * m * n,
+                  .bytes = 4.0 * (m * n + rows * m)},
+                 [=, this](const OpContext&) {
+                   ScaleToUnitRange(pool_, v.f32(), v.size());
+                   // The sampled rows are a matrix of their own with longer steps between its rows.
+                   Gemm(pool_, Transpose::kNo, Transpose::kYes, rows, m, n, 1.0f, v.f32(),
+                        stride * n, v.f32(), n, 0.0f, products.f32(), m);
+                   pool_.ParallelFor(rows, 16, [&](int64_t begin, int64_t end) {
+                     for (int64_t r = begin; r < end; ++r) {
+                       const float* row = products.f32() + r * m;
+                       double others = 0;
+                       for (int64_t j = 0; j < m; ++j) {
+                         if (j != r * stride) others += std::abs(row[j]);
+                       }
+                       ratios[r] = row[r * stride] / (others / (m - 1));
+                     }
                    });
-                   *result = 0;
-                   for (double sum : sums) *result += sum;
                    return absl::OkStatus();
                  });
 }
@@ -186,16 +261,21 @@ void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {
                  });
 }
 
-void CpuDevice::CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) {
-  CopyFromHost(stream, target, source, bytes);  // one memory: both directions are the same copy
-}
-
-void CpuDevice::CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) {
+void CpuDevice::Copy(Stream& stream, void* target, const void* source, int64_t bytes) {
   stream.Enqueue({.name = "copy", .kind = OpKind::kCopy, .bytes = 2.0 * bytes},
                  [=](const OpContext&) {
                    std::memcpy(target, source, bytes);
                    return absl::OkStatus();
                  });
+}
+
+// One memory: host and device are copied between as within.
+void CpuDevice::CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) {
+  Copy(stream, target, source, bytes);
+}
+
+void CpuDevice::CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) {
+  Copy(stream, target, source, bytes);
 }
 
 }  // namespace dim0::cpu

@@ -25,9 +25,14 @@ class CpuDevice : public Device {
   absl::StatusOr<int64_t> AvailableBytes(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
+  void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
+                               double* result) override;
+  void DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride, const Tensor& products,
+                         double* ratios) override;
   void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride, int64_t count,
                  double clip, float* scale) override;
   void Zero(Stream& stream, void* target, int64_t bytes) override;
+  void Copy(Stream& stream, void* target, const void* source, int64_t bytes) override;
   void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) override;
   void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) override;
 
