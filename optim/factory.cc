@@ -10,13 +10,16 @@ std::vector<std::pair<std::string, double>> OptimizerConfig::LearningRates() con
   std::vector<std::pair<std::string, double>> rates = {{"lr", adamw.lr}};
   if (name == "rmnp") rates.push_back({"matrix_lr", rmnp.lr});
   if (name == "muon") rates.push_back({"matrix_lr", muon.lr});
+  if (name == "sign_momentum") rates.push_back({"matrix_lr", sign_momentum.lr});
   return rates;
 }
 
 absl::Status CheckOptimizerName(absl::string_view name) {
-  if (name == "adamw" || name == "rmnp" || name == "muon") return absl::OkStatus();
+  if (name == "adamw" || name == "rmnp" || name == "muon" || name == "sign_momentum") {
+    return absl::OkStatus();
+  }
   return absl::NotFoundError(
-      absl::StrCat("--optimizer=", name, " is unknown; choose adamw, muon or rmnp"));
+      absl::StrCat("--optimizer=", name, " is unknown; choose adamw, muon, rmnp or sign_momentum"));
 }
 
 absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
@@ -29,6 +32,8 @@ absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig
   std::unique_ptr<Optimizer> matrices;
   if (config.name == "rmnp") {
     matrices = std::make_unique<Rmnp>(config.rmnp, kernels, stream);
+  } else if (config.name == "sign_momentum") {
+    matrices = std::make_unique<SignMomentum>(config.sign_momentum, device, stream);
   } else {
     matrices = std::make_unique<Muon>(config.muon, kernels, device, group);
   }

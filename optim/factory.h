@@ -13,6 +13,7 @@
 #include "optim/kernels.h"
 #include "optim/muon.h"
 #include "optim/rmnp.h"
+#include "optim/sign_momentum.h"
 #include "optim/split_optimizer.h"
 #include "runtime/device.h"
 #include "runtime/optimizer.h"
@@ -20,22 +21,23 @@
 namespace dim0 {
 
 struct OptimizerConfig {
-  std::string name = "adamw";  // "adamw", "rmnp" or "muon"
+  std::string name = "adamw";  // "adamw", "muon", "rmnp" or "sign_momentum"
   AdamWConfig adamw = {};      // of every parameter, or of all but the hidden matrices
   RmnpConfig rmnp = {};
   MuonConfig muon = {};
-  MatrixParams matrix_params = MatrixParams::kHidden;  // under rmnp and muon
+  SignMomentumConfig sign_momentum = {};
+  MatrixParams matrix_params = MatrixParams::kHidden;  // under all but adamw
 
   // Those in use, by the name of the flag that sets them: "lr" of AdamW, and "matrix_lr".
   std::vector<std::pair<std::string, double>> LearningRates() const;
 };
 
-// `device` and `group` outlive the result; of the three only Muon is given `group`. Error: NotFound
-// for an unknown name, listing the known ones.
+// `device` and `group` outlive the result; only Muon is given `group`. Error: NotFound for an
+// unknown name, listing the known ones.
 absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
                                                            Device& device, ProcessGroup& group);
 
-// Error: NotFound unless `name` is "adamw", "rmnp" or "muon".
+// Error: NotFound unless `name` is one of those.
 absl::Status CheckOptimizerName(absl::string_view name);
 
 // "spectral", "match_rms" or "unit". Error: NotFound, listing these.

@@ -456,7 +456,7 @@ TEST(AssignOwners, BalancesGpt2LargeToOnePercentOn8Ranks) {
 }
 
 TEST(CreateOptimizer, NamesTheChoicesWhenAskedForAnother) {
-  EXPECT_NE(CheckOptimizerName("sgd").message().find("adamw, muon or rmnp"),
+  EXPECT_NE(CheckOptimizerName("sgd").message().find("adamw, muon, rmnp or sign_momentum"),
             absl::string_view::npos);
   EXPECT_TRUE(CheckOptimizerName("muon").ok());
 }

@@ -2,9 +2,11 @@
 // and the figures that a run reports, against formulas.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <string>
 #include <vector>
@@ -32,6 +34,7 @@ constexpr int64_t kSeqLen = 16;
 struct RunResult {
   std::vector<double> losses, norms;
   std::vector<double> val_losses;
+  std::map<int64_t, json> diagnostics;  // by step
   json summary;
   std::vector<float> weights;  // all, in file order
 };
@@ -58,6 +61,7 @@ struct Variant {
   int64_t val_every = 0;
   EngineOptions engine = {.clip = 1.0};
   bool recompute = false;
+  int64_t diagnostics_every = 0;
 };
 
 TrainerOptions OptionsOf(const Variant& v, const std::string& run_dir) {
@@ -72,6 +76,7 @@ TrainerOptions OptionsOf(const Variant& v, const std::string& run_dir) {
   options.seed = 7;
   options.val_every = v.val_every;
   options.val_sequences = 13;
+  options.diagnostics_every = v.diagnostics_every;
   options.run_dir = run_dir;
   return options;
 }
@@ -114,6 +119,8 @@ RunResult TrainOnce(const Variant& v) {
     const json entry = json::parse(line);
     if (entry.contains("val_loss")) {
       run.val_losses.push_back(entry["val_loss"]);
+    } else if (entry.contains("diagnostics")) {
+      run.diagnostics[entry["step"]] = entry["diagnostics"];
     } else {
       run.losses.push_back(entry["loss"]);
       run.norms.push_back(entry["grad_norm"]);
@@ -245,6 +252,60 @@ TEST_P(Parity, MeasuredPeakMemoryIsThePredicted) {
     for (int i = 0; i < kNumMemoryPurposes; ++i) {
       const std::string purpose(Name(static_cast<MemoryPurpose>(i)));
       EXPECT_EQ(run.summary["peak_memory_bytes"][purpose], fullest.bytes[i]) << purpose;
+    }
+  }
+}
+
+TEST_P(Parity, DiagnosticsCostMemoryAsPredictedAndChangeNothing) {
+  for (const int ranks : {1, 2, 3}) {
+    Variant variant = {.optimizer = GetParam(), .ranks = ranks, .batch = 2, .steps = 7};
+    const RunResult without = TrainOnce(variant);
+    EXPECT_TRUE(without.diagnostics.empty());
+    EXPECT_EQ(without.summary["peak_memory_bytes"]["diagnostics"], 0);
+    variant.diagnostics_every = 3;
+    const RunResult with = TrainOnce(variant);
+    EXPECT_EQ(with.losses, without.losses);
+    EXPECT_EQ(with.norms, without.norms);
+    EXPECT_EQ(with.weights, without.weights);
+    EXPECT_EQ(with.summary["bytes_per_step"], without.summary["bytes_per_step"]);
+
+    const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
+    MemoryUse fullest;
+    for (const MemoryUse& rank : plan) {
+      if (rank.total() > fullest.total()) fullest = rank;
+    }
+    EXPECT_GT(fullest[MemoryPurpose::kDiagnostics], 0);
+    for (int i = 0; i < kNumMemoryPurposes; ++i) {
+      const std::string purpose(Name(static_cast<MemoryPurpose>(i)));
+      EXPECT_EQ(with.summary["peak_memory_bytes"][purpose], fullest.bytes[i]) << purpose;
+    }
+
+    ASSERT_EQ(with.diagnostics.size(), 2u);
+    for (const int64_t step : {3, 6}) {
+      const json& diagnostics = with.diagnostics.at(step);
+      // Every matrix has three figures, and theirs of all rows lie between.
+      ASSERT_EQ(diagnostics["matrices"].size(), 4u * kModel.layers);
+      double smallest = std::numeric_limits<double>::infinity(), largest = 0;
+      double sum = 0, rows = 0;
+      for (const json& matrix : diagnostics["matrices"]) {
+        smallest = std::min<double>(smallest, matrix["r_min"]);
+        largest = std::max<double>(largest, matrix["r_max"]);
+        sum += matrix["r_avg"].get<double>() * matrix["rows"].get<double>();
+        rows += matrix["rows"].get<double>();
+      }
+      // Width 35: 105, 35, 140 and 35 rows a block, all of them sampled.
+      EXPECT_EQ(rows, kModel.layers * 315);
+      EXPECT_EQ(diagnostics["rows"], rows);
+      EXPECT_EQ(diagnostics["r_min"], smallest);
+      EXPECT_EQ(diagnostics["r_max"], largest);
+      EXPECT_NEAR(diagnostics["r_avg"].get<double>(), sum / rows, 1e-9 * sum / rows);
+      // Of the steps since the last line, those whose norm was above the clip of 1.
+      int clipped = 0;
+      for (int64_t s = step - 3; s < step; ++s) clipped += with.norms[s] > 1;
+      EXPECT_DOUBLE_EQ(diagnostics["clip_rate"].get<double>(), clipped / 3.0);
+      for (const char* group : {"matrices", "embeddings", "vectors"}) {
+        EXPECT_GT(diagnostics["update_rms"][group].get<double>(), 0) << group;
+      }
     }
   }
 }

@@ -147,7 +147,7 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
     const char* advice;
   };
   const std::vector<Case> cases = {
-      {{"--optimizer=sgd"}, "--optimizer=sgd", "choose adamw, muon or rmnp"},
+      {{"--optimizer=sgd"}, "--optimizer=sgd", "choose adamw, muon, rmnp or sign_momentum"},
       {{"--model=gpt3"}, "--model=gpt3", "choose gpt2, gpt2-medium, gpt2-large or gpt2-xl"},
       {{"--schedule=linear"}, "--schedule=linear", "choose constant or cosine"},
       {{"--stepss=3"}, "--stepss", "did you mean --steps?"},
@@ -160,6 +160,9 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--beta1=1"}, "--beta1=1", "must be in [0, 1)"},
       {{"--beta2=-0.1"}, "--beta2=-0.1", "must be in [0, 1)"},
       {{"--lr=nan"}, "--lr=nan", "must be 0 or more"},
+      {{"--clip=-1"}, "--clip=-1", "must be 0 or more, or inf"},
+      {{"--clip=nan"}, "--clip=nan", "must be 0 or more, or inf"},
+      {{"--diagnostics_every=-1"}, "--diagnostics_every=-1", "must be 0 or more"},
       {{"--weight_decay=inf"}, "--weight_decay=inf", "must be 0 or more"},
       {{"--muon_schedule=ring"}, "--muon_schedule=ring", "choose owner, redundant or broadcast"},
       {{"--muon_wire=int8"}, "--muon_wire=int8", "choose bfloat16 or float32"},
@@ -385,6 +388,32 @@ TEST_F(ProgramsTest, EveryOptimizerOptionTrains) {
     EXPECT_THAT(ReadMetrics("run").steps, SizeIs(3));
     fs::remove_all(Path("run"));
   }
+}
+
+TEST_F(ProgramsTest, TrainWritesDiagnosticsAtTheAskedSteps) {
+  const Outcome outcome = TrainToTheEnd({"--steps=5", "--ranks=2", "--optimizer=sign_momentum",
+                                         "--clip=inf", "--diagnostics_every=2", "--log_every=5"});
+  EXPECT_THAT(outcome.out, ContainsRegex("  diagnostics +[0-9.]+ MiB"));
+  EXPECT_THAT(outcome.out, ContainsRegex("step 4/5  r_avg [0-9.]+ +r_min [0-9.]+ +r_max [0-9.]+"));
+  std::vector<int> steps;
+  for (const absl::string_view line : absl::StrSplit(Slurp(Path("run/metrics.jsonl")), '\n')) {
+    if (!absl::StrContains(line, "diagnostics")) continue;
+    const Json json = Json::parse(line.begin(), line.end());
+    steps.push_back(json.at("step"));
+    const Json& diagnostics = json.at("diagnostics");
+    EXPECT_THAT(Keys(diagnostics), UnorderedElementsAre("r_avg", "r_min", "r_max", "rows",
+                                                        "clip_rate", "update_rms", "matrices"));
+    EXPECT_EQ(diagnostics.at("clip_rate"), 0);
+    EXPECT_THAT(Keys(diagnostics.at("update_rms")),
+                UnorderedElementsAre("matrices", "embeddings", "vectors"));
+    EXPECT_THAT(Keys(diagnostics.at("matrices")),
+                UnorderedElementsAre("h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight",
+                                     "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"));
+    // Every element of a matrix moved by the learning rate, but those without a gradient.
+    EXPECT_LE(diagnostics.at("update_rms").at("matrices").get<double>(), 3.01e-4);
+    EXPECT_GT(diagnostics.at("update_rms").at("matrices").get<double>(), 2e-4);
+  }
+  EXPECT_THAT(steps, ElementsAre(2, 4));
 }
 
 TEST_F(ProgramsTest, RunsAlikeGiveTheSameLossesToTheLastDigit) {

@@ -50,22 +50,23 @@ ABSL_FLAG(bool, accum_sync, true,
 ABSL_FLAG(int64_t, steps, 100, "optimizer steps");
 ABSL_FLAG(int, ranks, 1, "ranks, as threads of this process");
 ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
-ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon or rmnp");
+ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon, rmnp or sign_momentum");
 ABSL_FLAG(double, lr, 0,
-          "learning rate of AdamW, which under muon and rmnp updates what is no hidden matrix; 0: "
-          "6e-4 for adamw, 3e-3 for muon and rmnp");
-ABSL_FLAG(
-    double, matrix_lr, 0,
-    "learning rate of the hidden matrices under muon and rmnp; 0: 2e-2 for muon, 4e-3 for rmnp");
+          "learning rate of AdamW, which under the other optimizers updates what is no hidden "
+          "matrix; 0: 6e-4 for adamw, 3e-3 under the others");
+ABSL_FLAG(double, matrix_lr, 0,
+          "learning rate of the hidden matrices under muon, rmnp and sign_momentum; 0: 2e-2 for "
+          "muon, 4e-3 for rmnp, 3e-4 for sign_momentum");
 ABSL_FLAG(double, weight_decay, 0.1, "AdamW's decoupled weight decay; norms and biases have none");
 ABSL_FLAG(double, matrix_weight_decay, 0,
-          "weight decay of the hidden matrices under muon and rmnp");
+          "weight decay of the hidden matrices under muon, rmnp and sign_momentum");
 ABSL_FLAG(double, beta1, 0.9, "AdamW's first decay rate");
 ABSL_FLAG(double, beta2, 0.95, "AdamW's second decay rate");
 ABSL_FLAG(std::string, matrix_params, "hidden",
-          "what muon and rmnp update: hidden (the blocks' weights), or all2d (the embeddings too, "
+          "what muon, rmnp and sign_momentum update: hidden (the blocks' weights), or all2d (the "
+          "embeddings too, "
           "whose rows then move also in steps in which their tokens do not occur)");
-ABSL_FLAG(double, momentum, 0.95, "decay rate of muon's and rmnp's momentum");
+ABSL_FLAG(double, momentum, 0.95, "decay rate of muon's, rmnp's and sign_momentum's momentum");
 ABSL_FLAG(bool, nesterov, true, "Nesterov's form of muon's and rmnp's momentum");
 ABSL_FLAG(double, rmnp_power, 0,
           "HTRMNP: rows are divided by their norm to the power 1 - rmnp_power; 0 is RMNP");
@@ -87,13 +88,18 @@ ABSL_FLAG(std::string, muon_scale, "spectral",
           "scale of Muon's update: spectral, match_rms or unit");
 ABSL_FLAG(int64_t, warmup_steps, 0, "steps over which learning rates rise from 0");
 ABSL_FLAG(std::string, schedule, "constant", "after warm-up: constant or cosine");
-ABSL_FLAG(double, clip, 1.0, "largest global gradient norm; 0: no clipping");
+ABSL_FLAG(double, clip, 1.0,
+          "largest global gradient norm; inf: no clipping; 0: none either, and units are updated "
+          "during backward, before the norm is known");
 ABSL_FLAG(uint64_t, seed, 0, "seed of the weights and of the order of the data");
 ABSL_FLAG(std::string, data, "", "a text file (its bytes are the tokens) or a glob of .bin files");
 ABSL_FLAG(double, val_fraction, 0.05, "part of the data, at its end, held out for validation");
 ABSL_FLAG(int64_t, val_sequences, 64, "at most so many sequences are used for a validation");
 ABSL_FLAG(int64_t, val_every, 0, "steps between validations; 0: after the last step only");
 ABSL_FLAG(int64_t, log_every, 1, "steps between lines on the terminal");
+ABSL_FLAG(int64_t, diagnostics_every, 0,
+          "steps between lines of diagnostics in metrics.jsonl: diagonal dominance of the momenta, "
+          "clip rate, size of the updates; 0: none");
 ABSL_FLAG(std::string, run_dir, "", "folder of the run; empty: runs/DATE-TIME-OPTIMIZER");
 ABSL_FLAG(bool, reshard_after_forward, true,
           "free each block's gathered parameters after its forward and gather them again");
@@ -179,14 +185,18 @@ absl::StatusOr<Setup> SetupFromFlags() {
            {"matrix_weight_decay", absl::GetFlag(FLAGS_matrix_weight_decay), 0},
            {"rmnp_eps", absl::GetFlag(FLAGS_rmnp_eps), 0},
            {"warmup_steps", absl::GetFlag(FLAGS_warmup_steps), 0},
-           {"clip", absl::GetFlag(FLAGS_clip), 0},
            {"val_every", absl::GetFlag(FLAGS_val_every), 0},
            {"val_sequences", absl::GetFlag(FLAGS_val_sequences), 0},
            {"log_every", absl::GetFlag(FLAGS_log_every), 1},
+           {"diagnostics_every", absl::GetFlag(FLAGS_diagnostics_every), 0},
            {"prefetch", absl::GetFlag(FLAGS_prefetch), 0},
            {"val_fraction", absl::GetFlag(FLAGS_val_fraction), 0},
            {"init_std", absl::GetFlag(FLAGS_init_std), 0}}) {
     DIM0_RETURN_IF_ERROR(AtLeast(flag, value, least));
+  }
+  if (const double clip = absl::GetFlag(FLAGS_clip); !(clip >= 0)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--clip=", clip, " is out of range; it must be 0 or more, or inf"));
   }
   // Far beyond any run, and small enough that no count of bytes or tokens overflows.
   for (const auto& [flag, value, most] : std::vector<std::tuple<const char*, int64_t, int64_t>>{
@@ -262,6 +272,9 @@ absl::StatusOr<Setup> SetupFromFlags() {
                         ParseNewtonSchulzAlgorithm(absl::GetFlag(FLAGS_ns_algorithm)));
   optimizer.rmnp.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 4e-3);
   optimizer.rmnp.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
+  optimizer.sign_momentum.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), optimizer.sign_momentum.lr);
+  optimizer.sign_momentum.momentum = absl::GetFlag(FLAGS_momentum);
+  optimizer.sign_momentum.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
   optimizer.muon.lr = chosen(absl::GetFlag(FLAGS_matrix_lr), 2e-2);
   optimizer.muon.weight_decay = absl::GetFlag(FLAGS_matrix_weight_decay);
   DIM0_ASSIGN_OR_RETURN(optimizer.muon.scale, ParseUpdateScale(absl::GetFlag(FLAGS_muon_scale)));
@@ -298,6 +311,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   trainer.val_every = absl::GetFlag(FLAGS_val_every);
   trainer.val_sequences = absl::GetFlag(FLAGS_val_sequences);
   trainer.log_every = absl::GetFlag(FLAGS_log_every);
+  trainer.diagnostics_every = absl::GetFlag(FLAGS_diagnostics_every);
   trainer.run_dir = absl::GetFlag(FLAGS_run_dir);
   if (trainer.run_dir.empty()) {
     trainer.run_dir =
@@ -344,6 +358,7 @@ absl::Status CheckMemory(const Setup& setup) {
   // Each change alone; else as many together, the cheapest for speed first, as it takes.
   using Change = std::pair<const char*, void (*)(Setup&)>;
   const std::vector<Change> changes = {
+      {"--diagnostics_every=0", [](Setup& s) { s.trainer.diagnostics_every = 0; }},
       {"--recompute", [](Setup& s) { s.recompute = true; }},
       {"--batch=1", [](Setup& s) { s.trainer.batch = 1; }},
       {"--prefetch=0", [](Setup& s) { s.trainer.engine.prefetch = 0; }},
