@@ -45,7 +45,7 @@ Values Gradient(const ParameterTable& table, int step, int id) {
 }
 
 // The ranks one after another: the optimizer knows no others. Learning rates are halved at step 2.
-Parameters Run(int world_size, int steps, float gradient_scale) {
+Parameters RunSteps(int world_size, int steps, float gradient_scale) {
   const ParameterTable table(Units());
   Parameters whole;
   for (int id = 0; id < table.size(); ++id) {
@@ -101,7 +101,7 @@ TEST(SignMomentum, AgreesWithFloat64OnEveryWorldSize) {
   constexpr double kScale = 0.25;
   const ParameterTable table(Units());
   for (const int world_size : {1, 2, 3}) {
-    const Parameters actual = Run(world_size, kSteps, kScale);
+    const Parameters actual = RunSteps(world_size, kSteps, kScale);
     for (int id = 0; id < table.size(); ++id) {
       const Values initial = Initial(table, id);
       std::vector<double> w(initial.begin(), initial.end()), v(w.size());
@@ -123,10 +123,10 @@ TEST(SignMomentum, AgreesWithFloat64OnEveryWorldSize) {
 }
 
 TEST(SignMomentum, IsBitIdenticalForEveryWorldSize) {
-  const Parameters one = Run(1, 3, 1);
+  const Parameters one = RunSteps(1, 3, 1);
   for (const int world_size : {2, 3, 8}) {
-    EXPECT_EQ(Run(world_size, 3, 1).values, one.values);
-    EXPECT_EQ(Run(world_size, 3, 1).momenta, one.momenta);
+    EXPECT_EQ(RunSteps(world_size, 3, 1).values, one.values);
+    EXPECT_EQ(RunSteps(world_size, 3, 1).momenta, one.momenta);
   }
 }
 
@@ -134,7 +134,7 @@ TEST(SignMomentum, AGradientScaleThatIsNotFiniteChangesNothing) {
   const ParameterTable table(Units());
   const float infinity = std::numeric_limits<float>::infinity();
   for (const float scale : {std::numeric_limits<float>::quiet_NaN(), infinity, -infinity}) {
-    const Parameters after = Run(2, 2, scale);
+    const Parameters after = RunSteps(2, 2, scale);
     for (int id = 0; id < table.size(); ++id) {
       EXPECT_EQ(after.values[id], Initial(table, id));
       EXPECT_EQ(after.momenta[id], Values(table[id].spec.size(), 0.0f));
@@ -144,7 +144,7 @@ TEST(SignMomentum, AGradientScaleThatIsNotFiniteChangesNothing) {
 
 TEST(SignMomentum, AZeroMomentumTakesNoStep) {
   const ParameterTable table(Units());
-  const Parameters after = Run(1, 1, 0);
+  const Parameters after = RunSteps(1, 1, 0);
   // What is left is the decay.
   for (int id = 0; id < table.size(); ++id) {
     const Values initial = Initial(table, id);

@@ -144,10 +144,12 @@ double LargestRelativeDifference(const std::vector<double>& a, const std::vector
   return largest;
 }
 
-const std::map<std::string, double> kTolerance = {{"adamw", 1e-5}, {"rmnp", 1e-4}, {"muon", 1e-3}};
+const std::map<std::string, double> kTolerance = {
+    {"adamw", 1e-5}, {"rmnp", 1e-4}, {"muon", 1e-3}, {"sign_momentum", 1e-3}};
 
 class Parity : public testing::TestWithParam<std::string> {};
-INSTANTIATE_TEST_SUITE_P(Optimizers, Parity, testing::Values("adamw", "rmnp", "muon"),
+INSTANTIATE_TEST_SUITE_P(Optimizers, Parity,
+                         testing::Values("adamw", "rmnp", "muon", "sign_momentum"),
                          [](const auto& info) { return info.param; });
 
 TEST_P(Parity, LossesAreTheSameAt1To4RanksAndMore) {

@@ -64,8 +64,7 @@ ABSL_FLAG(double, beta1, 0.9, "AdamW's first decay rate");
 ABSL_FLAG(double, beta2, 0.95, "AdamW's second decay rate");
 ABSL_FLAG(std::string, matrix_params, "hidden",
           "what muon, rmnp and sign_momentum update: hidden (the blocks' weights), or all2d (the "
-          "embeddings too, "
-          "whose rows then move also in steps in which their tokens do not occur)");
+          "embeddings too, whose rows then move also in steps in which their tokens do not occur)");
 ABSL_FLAG(double, momentum, 0.95, "decay rate of muon's, rmnp's and sign_momentum's momentum");
 ABSL_FLAG(bool, nesterov, true, "Nesterov's form of muon's and rmnp's momentum");
 ABSL_FLAG(double, rmnp_power, 0,
