@@ -93,7 +93,9 @@ class RankRun {
         workload_(workload),
         dataset_(dataset),
         group_(group),
-        train_batches_(options.grad_accum, options.batch, options.seq_len) {
+        val_sequences_(std::min(dataset.val_sequences(), options.val_sequences)),
+        train_batches_(options.grad_accum, options.batch, options.seq_len),
+        val_batches_(ValidationRounds(), options.batch, options.seq_len) {
     FillValidation();
   }
 
@@ -246,33 +248,33 @@ class RankRun {
   // The same sequences for any number of ranks; batches are filled up with targets that do not
   // count.
   void FillValidation() {
-    const int64_t sequences = std::min(dataset_.val_sequences(), options_.val_sequences);
     const int64_t per_round = options_.ranks * options_.batch;
-    const int64_t rounds = (sequences + per_round - 1) / per_round;
-    val_batches_.emplace(rounds, options_.batch, options_.seq_len);
-    for (int64_t round = 0; round < rounds; ++round) {
+    for (int64_t round = 0; round < ValidationRounds(); ++round) {
       for (int64_t b = 0; b < options_.batch; ++b) {
         const int64_t index = round * per_round + group_.rank() * options_.batch + b;
-        const absl::Span<int32_t> targets = val_batches_->targets(round, b);
-        if (index < sequences) {
-          dataset_.ValSequence(index, val_batches_->tokens(round, b), targets);
+        const absl::Span<int32_t> targets = val_batches_.targets(round, b);
+        if (index < val_sequences_) {
+          dataset_.ValSequence(index, val_batches_.tokens(round, b), targets);
         } else {
           std::fill(targets.begin(), targets.end(), -1);
         }
       }
     }
-    val_tokens_ = sequences * options_.seq_len;
+  }
+  int64_t ValidationRounds() const {
+    const int64_t per_round = options_.ranks * options_.batch;
+    return (val_sequences_ + per_round - 1) / per_round;
   }
 
   absl::Status Validate(int64_t step) {
-    if (val_tokens_ == 0) return absl::OkStatus();
+    if (val_sequences_ == 0) return absl::OkStatus();
     // Validation's gathers are not a training step's bytes, nor its time a step's.
     DIM0_RETURN_IF_ERROR(engine_->Synchronize());
     const BytesSent before = Sent(group_.ledger());
-    DIM0_ASSIGN_OR_RETURN(const double sum, engine_->Evaluate(val_batches_->batches()));
+    DIM0_ASSIGN_OR_RETURN(const double sum, engine_->Evaluate(val_batches_.batches()));
     const BytesSent after = Sent(group_.ledger());
     validation_bytes_.parameter += after.parameter - before.parameter;
-    val_loss_ = sum / val_tokens_;
+    val_loss_ = sum / (val_sequences_ * options_.seq_len);
     // The same on every rank. An update that spoils the weights shows here first.
     if (!std::isfinite(val_loss_)) {
       return absl::OutOfRangeError(
@@ -436,9 +438,9 @@ class RankRun {
   const Workload& workload_;
   const Dataset& dataset_;
   ProcessGroup& group_;
+  const int64_t val_sequences_;  // all ranks together
   BatchBuffers train_batches_;
-  std::optional<BatchBuffers> val_batches_;
-  int64_t val_tokens_ = 0;
+  BatchBuffers val_batches_;
 
   // In this order: the engine goes first, the device last.
   std::unique_ptr<Device> device_;
