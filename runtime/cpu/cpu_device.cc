@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
@@ -126,12 +127,26 @@ void ScaleToUnitRange(ThreadPool& pool, float* values, int64_t size) {
   });
 }
 
+// Of the runs of `body` within about `duration`, three at least. The median: a run during which the
+// thread was descheduled must not lower a yardstick.
+double MedianSeconds(const std::function<void()>& body, absl::Duration duration) {
+  std::vector<double> seconds;
+  const absl::Time end = absl::Now() + duration;
+  do {
+    const absl::Time start = absl::Now();
+    body();
+    seconds.push_back(absl::ToDoubleSeconds(absl::Now() - start));
+  } while (absl::Now() < end || seconds.size() < 3);
+  std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
+  return seconds[seconds.size() / 2];
+}
+
 }  // namespace
 
 CpuDevice::CpuDevice(int threads) : pool_(threads) {}
 
 std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
-  return std::make_unique<CpuStream>(name);
+  return std::make_unique<CpuStream>(name, RecordOf(name));
 }
 
 absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
@@ -173,16 +188,29 @@ double CpuDevice::MeasureMatMulRate(absl::Duration duration) {
          b.data(), kSize, 0.0f, c.data(), kSize);
   };
   product();
-  // The median of the products' rates: a descheduled product must not lower the yardstick.
-  std::vector<double> rates;
-  const absl::Time end = absl::Now() + duration;
-  do {
-    const absl::Time start = absl::Now();
-    product();
-    rates.push_back(2.0 * kSize * kSize * kSize / absl::ToDoubleSeconds(absl::Now() - start));
-  } while (absl::Now() < end || rates.size() < 3);
-  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
-  return rates[rates.size() / 2];
+  return 2.0 * kSize * kSize * kSize / MedianSeconds(product, duration);
+}
+
+absl::StatusOr<double> CpuDevice::MeasureTriadRate(absl::Duration duration) {
+  // 32 MiB a buffer and thread: past any share of a cache that a thread has.
+  constexpr int64_t kPerThread = int64_t{8} << 20;
+  const int64_t size = kPerThread * pool_.threads();
+  const int64_t bytes = 3 * size * static_cast<int64_t>(sizeof(float));
+  const absl::StatusOr<void*> memory = Allocate(bytes);
+  if (!memory.ok()) return memory.status();
+  float* const a = static_cast<float*>(*memory);
+  float* const b = a + size;
+  float* const c = b + size;
+  auto triad = [&] {
+    pool_.ParallelFor(size, kPerThread, [&](int64_t begin, int64_t end) {
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) a[i] = b[i] + 0.5f * c[i];
+    });
+  };
+  triad();
+  const double seconds = MedianSeconds(triad, duration);
+  Free(*memory, bytes);
+  return 12.0 * size / seconds;
 }
 
 void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {

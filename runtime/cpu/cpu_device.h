@@ -24,6 +24,7 @@ class CpuDevice : public Device {
   // The least of the machine's available memory and what the cgroup leaves.
   absl::StatusOr<int64_t> AvailableBytes(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
+  absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
   void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                double* result) override;
