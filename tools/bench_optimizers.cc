@@ -298,17 +298,18 @@ std::string DistOptCsv(const Setup& setup, const std::vector<SchemeResult>& resu
   return csv;
 }
 
-// The table, beside what was published.
+// The table, beside what was published. MiB are a rank's on average, and the fullest rank's.
 void PrintTable(const Setup& setup, const std::vector<SchemeResult>& results) {
   const bool timed = !setup.options.ledger_only;
-  std::string heading = absl::StrFormat("%-16s%10s", "", "MiB/step");
+  std::string heading = absl::StrFormat("%-16s%10s%10s", "", "MiB/step", "fullest");
   if (timed) {
     absl::StrAppendFormat(&heading, "%10s%10s%12s%12s%10s%8s", "ms/step", "comm ms", "compute ms",
                           "exposed ms", "GFLOP/s", "GB/s");
   }
   spdlog::info(heading + "    published, 8 GPUs over PCIe");
   for (const SchemeResult& r : results) {
-    std::string line = absl::StrFormat("%-16s%10.1f", Name(r.scheme), Mib(r.bytes_per_step));
+    std::string line = absl::StrFormat("%-16s%10.1f%10.1f", Name(r.scheme), Mib(r.bytes_per_step),
+                                       Mib(r.most_bytes_per_step));
     if (timed) {
       absl::StrAppendFormat(&line, "%10.2f%10.2f%12.2f%12.2f%10.1f%8.2f", r.ms_per_step, r.comm_ms,
                             r.compute_ms, r.exposed_comm_ms, r.gflops, r.gb_per_s);
@@ -330,7 +331,7 @@ const SchemeResult* Find(const std::vector<SchemeResult>& results, Scheme scheme
 absl::Status PrintRatios(const Setup& setup, const std::vector<SchemeResult>& results) {
   for (const auto& [scheme, bytes] : {std::pair(Scheme::kRmnpRows, 20), {Scheme::kAdamW, 28}}) {
     if (const SchemeResult* result = Find(results, scheme)) {
-      spdlog::info(absl::StrFormat("%s: %.2f of a triad's bandwidth, counting %d bytes a parameter",
+      spdlog::info(absl::StrFormat("%s: %.3g of a triad's bandwidth, counting %d bytes a parameter",
                                    Name(scheme), result->of_triad, bytes));
     }
   }
@@ -341,13 +342,13 @@ absl::Status PrintRatios(const Setup& setup, const std::vector<SchemeResult>& re
     for (size_t k = 0; k < owner->step_ms.size(); ++k) {
       ratios.push_back(redundant->step_ms[k] / owner->step_ms[k]);
     }
-    spdlog::info("muon_owner: {:.2f} times as fast as muon_redundant", Median(ratios));
+    spdlog::info("muon_owner: {:.3g} times as fast as muon_redundant", Median(ratios));
   }
   if (!RunsNewtonSchulz(setup)) return absl::OkStatus();
   DIM0_ASSIGN_OR_RETURN(const NewtonSchulzResult newton_schulz, MeasureNewtonSchulz(setup.options));
-  spdlog::info("Newton-Schulz: {:.2f} of the SGEMM rate, counting the FLOPs that it executes",
+  spdlog::info("Newton-Schulz: {:.3g} of the SGEMM rate, counting the FLOPs that it executes",
                newton_schulz.of_matmul_rate);
-  spdlog::info("Newton-Schulz at {} x {}: {:.2f} times as fast as the standard algorithm",
+  spdlog::info("Newton-Schulz at {} x {}: {:.3g} times as fast as the standard algorithm",
                newton_schulz.rows, newton_schulz.cols, newton_schulz.speedup_over_standard);
   return absl::OkStatus();
 }

@@ -431,9 +431,12 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
 SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, Scheme scheme,
                        const std::vector<const Samples*>& by_rank) {
   SchemeResult result{.scheme = scheme};
+  int64_t sent = 0;
   for (const Samples* samples : by_rank) {
-    result.bytes_per_step = std::max(result.bytes_per_step, samples->back().sent);
+    sent += samples->back().sent;
+    result.most_bytes_per_step = std::max(result.most_bytes_per_step, samples->back().sent);
   }
+  result.bytes_per_step = (sent + options.ranks / 2) / options.ranks;
   if (options.ledger_only) return result;
 
   const size_t repeats = by_rank[0]->size();

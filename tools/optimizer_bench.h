@@ -48,8 +48,9 @@ struct OptimizerBenchOptions {
 
 struct SchemeResult {
   Scheme scheme = Scheme::kRmnpRows;
-  // Sent in a step by the rank that sends most, as the ledger has it.
+  // Sent in a step, as the ledgers have it: by a rank on average, and by the one that sends most.
   int64_t bytes_per_step = 0;
+  int64_t most_bytes_per_step = 0;
 
   // What follows is measured, and 0 with ledger_only. Times are medians over the repeats, of the
   // rank with the largest median step; a step lasts from the moment at which the first rank leaves
