@@ -2,6 +2,7 @@
 // of a GPT-2, sharded over ranks.
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -15,6 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "model/gpt2.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
@@ -91,6 +94,11 @@ std::vector<UnitSpec> MatrixUnits(const Gpt2Config& model) {
   return units;
 }
 
+std::string Names(absl::Span<const Scheme> schemes, absl::string_view separator) {
+  return absl::StrJoin(schemes, separator,
+                       [](std::string* out, Scheme scheme) { absl::StrAppend(out, Name(scheme)); });
+}
+
 absl::StatusOr<std::vector<Scheme>> SchemesFromFlag() {
   std::vector<Scheme> schemes;
   for (const std::string& name : absl::GetFlag(FLAGS_schemes)) {
@@ -105,10 +113,8 @@ absl::StatusOr<std::vector<Scheme>> SchemesFromFlag() {
     schemes.push_back(*scheme);
   }
   if (!schemes.empty()) return schemes;
-  return absl::InvalidArgumentError(absl::StrCat(
-      "--schemes is empty; choose from ",
-      absl::StrJoin(kAllSchemes, ", ",
-                    [](std::string* out, Scheme scheme) { absl::StrAppend(out, Name(scheme)); })));
+  return absl::InvalidArgumentError(
+      absl::StrCat("--schemes is empty; choose from ", Names(kAllSchemes, ", ")));
 }
 
 absl::StatusOr<std::vector<int64_t>> SweepFromFlag() {
@@ -234,10 +240,7 @@ absl::Status CheckMemory(const Setup& setup) {
   constexpr char kSmallerModel[] = "choose fewer --layers or a smaller --width";
   for (const std::vector<Scheme>& group : Together(setup.schemes)) {
     DIM0_ASSIGN_OR_RETURN(const int64_t needed, PlanSchemes(options, group));
-    const std::string names = absl::StrJoin(group, " beside ", [](std::string* out, Scheme scheme) {
-      absl::StrAppend(out, Name(scheme));
-    });
-    DIM0_RETURN_IF_ERROR(fits(names, needed, kSmallerModel));
+    DIM0_RETURN_IF_ERROR(fits(Names(group, " beside "), needed, kSmallerModel));
   }
   if (options.ledger_only) return absl::OkStatus();
   DIM0_RETURN_IF_ERROR(
@@ -271,6 +274,7 @@ absl::Status CheckExactness(const Setup& setup) {
 absl::StatusOr<std::vector<SchemeResult>> Measure(const Setup& setup) {
   std::vector<SchemeResult> results(setup.schemes.size());
   for (const std::vector<Scheme>& group : Together(setup.schemes)) {
+    if (!setup.options.ledger_only) spdlog::info("measuring {}", Names(group, " and "));
     DIM0_ASSIGN_OR_RETURN(const std::vector<SchemeResult> measured,
                           MeasureSchemes(setup.options, group));
     for (const SchemeResult& result : measured) {
