@@ -19,6 +19,12 @@ namespace dim0 {
 
 enum class Backend : uint8_t { kCpu };
 
+// When allocated memory takes up room.
+enum class Residency : uint8_t {
+  kAtOnce,   // so that no step pays for it
+  kOnTouch,  // page by page, for schedules whose arithmetic is left out
+};
+
 class Device {
  public:
   virtual ~Device() = default;
@@ -87,7 +93,8 @@ class Device {
 };
 
 // `threads`: how many threads this rank's kernels run on, the stream's own included.
-absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads);
+absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads,
+                                                     Residency residency = Residency::kAtOnce);
 
 }  // namespace dim0
 

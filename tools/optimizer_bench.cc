@@ -1,14 +1,9 @@
 #include "tools/optimizer_bench.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
 #include <functional>
 #include <limits>
-#include <map>
 #include <memory>
 #include <numeric>
 #include <set>
@@ -56,53 +51,6 @@ class NoArithmetic : public OptimizerKernels {
               const Tensor&) override {}
   void AddToDiagonal(Stream&, const Tensor&, float) override {}
   void Copy(Stream&, const Tensor&, const Tensor&) override {}
-};
-
-// A device whose memory takes up room only where it is touched; a CpuDevice makes pages at once.
-class UntouchedMemory : public Device {
- public:
-  explicit UntouchedMemory(Device& device) : device_(device) {}
-
-  Backend backend() const override { return device_.backend(); }
-  std::unique_ptr<Stream> NewStream(absl::string_view name) override {
-    return device_.NewStream(name);
-  }
-  absl::StatusOr<void*> Allocate(int64_t bytes) override {
-    void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (data != MAP_FAILED) return data;
-    return absl::ResourceExhaustedError(
-        absl::StrCat("cannot map ", bytes, " bytes: ", std::strerror(errno)));
-  }
-  void Free(void* data, int64_t bytes) override { munmap(data, bytes); }
-  absl::StatusOr<int64_t> AvailableBytes(int threads) const override {
-    return device_.AvailableBytes(threads);
-  }
-  double MeasureMatMulRate(absl::Duration duration) override {
-    return device_.MeasureMatMulRate(duration);
-  }
-  absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override {
-    return device_.MeasureTriadRate(duration);
-  }
-  void SumOfSquares(Stream& stream, const Tensor& values, double* result) override {
-    device_.SumOfSquares(stream, values, result);
-  }
-  void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride, int64_t count,
-                 double clip, float* scale) override {
-    device_.ClipScale(stream, stats, ranks, stride, count, clip, scale);
-  }
-  void Zero(Stream& stream, void* target, int64_t bytes) override {
-    device_.Zero(stream, target, bytes);
-  }
-  void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) override {
-    device_.CopyToHost(stream, target, source, bytes);
-  }
-  void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) override {
-    device_.CopyFromHost(stream, target, source, bytes);
-  }
-
- private:
-  Device& device_;
 };
 
 // Runs body(rank) on a thread per rank. An error of one ends the others' collectives in `aborted`.
@@ -363,10 +311,11 @@ using Samples = std::vector<Sample>;  // by repeat
 absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const ParameterTable& table,
                            absl::Span<const Scheme> schemes, int rank,
                            absl::Span<const Groups> groups, absl::Span<Samples> samples) {
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(Backend::kCpu, options.threads_per_rank));
-  UntouchedMemory untouched(*device);
-  Allocator allocator(options.ledger_only ? &untouched : device.get());
+  DIM0_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Device> device,
+      CreateDevice(Backend::kCpu, options.threads_per_rank,
+                   options.ledger_only ? Residency::kOnTouch : Residency::kAtOnce));
+  Allocator allocator(device.get());
   const std::unique_ptr<Stream> stream = device->NewStream("setup");
   DIM0_ASSIGN_OR_RETURN(const Buffer gradient_scale,
                         allocator.Allocate(MemoryPurpose::kCommunication, sizeof(float)));

@@ -143,7 +143,7 @@ double MedianSeconds(const std::function<void()>& body, absl::Duration duration)
 
 }  // namespace
 
-CpuDevice::CpuDevice(int threads) : pool_(threads) {}
+CpuDevice::CpuDevice(int threads, Residency residency) : pool_(threads), residency_(residency) {}
 
 std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
   return std::make_unique<CpuStream>(name, RecordOf(name));
@@ -152,13 +152,16 @@ std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
 absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
   // Whole mappings, so that freeing gives memory back and zeroing costs nothing until it is
   // touched.
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const bool at_once = residency_ == Residency::kAtOnce;
+  const int extra = at_once ? 0 : MAP_NORESERVE;
+  void* data =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | extra, -1, 0);
   if (data == MAP_FAILED) {
     return absl::ResourceExhaustedError(absl::StrFormat(
         "cannot allocate %.1f MiB of CPU memory: %s", bytes / 1048576.0, std::strerror(errno)));
   }
   // Fewer page faults and TLB misses; a kernel without huge pages refuses, which is fine.
-  if (bytes >= kHugePage) {
+  if (at_once && bytes >= kHugePage) {
     madvise(data, bytes, MADV_HUGEPAGE);
 #ifdef MADV_POPULATE_WRITE
     // Pages are made now and not in the first step; a kernel before 5.14 makes them on first touch.

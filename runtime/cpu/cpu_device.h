@@ -12,7 +12,7 @@ namespace dim0::cpu {
 
 class CpuDevice : public Device {
  public:
-  explicit CpuDevice(int threads);
+  explicit CpuDevice(int threads, Residency residency = Residency::kAtOnce);
 
   // What kernels run on.
   ThreadPool& pool() { return pool_; }
@@ -39,6 +39,7 @@ class CpuDevice : public Device {
 
  private:
   ThreadPool pool_;
+  const Residency residency_;
 };
 
 }  // namespace dim0::cpu
