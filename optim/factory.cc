@@ -22,10 +22,11 @@ absl::Status CheckOptimizerName(absl::string_view name) {
       absl::StrCat("--optimizer=", name, " is unknown; choose adamw, muon, rmnp or sign_momentum"));
 }
 
-absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
-                                                           Device& device, ProcessGroup& group) {
+absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(
+    const OptimizerConfig& config, Device& device, ProcessGroup& group,
+    std::shared_ptr<OptimizerKernels> kernels) {
   DIM0_RETURN_IF_ERROR(CheckOptimizerName(config.name));
-  const std::shared_ptr<OptimizerKernels> kernels = CreateOptimizerKernels(device);
+  if (kernels == nullptr) kernels = CreateOptimizerKernels(device);
   const std::shared_ptr<Stream> stream = device.NewStream("optimizer");
   auto adamw = std::make_unique<AdamW>(config.adamw, kernels, stream);
   if (config.name == "adamw") return adamw;

@@ -32,10 +32,11 @@ struct OptimizerConfig {
   std::vector<std::pair<std::string, double>> LearningRates() const;
 };
 
-// `device` and `group` outlive the result; only Muon is given `group`. Error: NotFound for an
-// unknown name, listing the known ones.
-absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(const OptimizerConfig& config,
-                                                           Device& device, ProcessGroup& group);
+// `device` and `group` outlive the result; only Muon is given `group`. `kernels` does the
+// arithmetic; null: the device's own. Error: NotFound for an unknown name, listing the known ones.
+absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(
+    const OptimizerConfig& config, Device& device, ProcessGroup& group,
+    std::shared_ptr<OptimizerKernels> kernels = nullptr);
 
 // Error: NotFound unless `name` is one of those.
 absl::Status CheckOptimizerName(absl::string_view name);

@@ -11,12 +11,19 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "runtime/op_recorder.h"
 #include "runtime/stream.h"
 #include "runtime/tensor.h"
 
 namespace dim0 {
 
 enum class Backend : uint8_t { kCpu };
+
+// When allocated memory takes up room.
+enum class Residency : uint8_t {
+  kAtOnce,   // so that no step pays for it
+  kOnTouch,  // page by page, for schedules whose arithmetic is left out
+};
 
 class Device {
  public:
@@ -25,6 +32,9 @@ class Device {
   virtual Backend backend() const = 0;
 
   virtual std::unique_ptr<Stream> NewStream(absl::string_view name) = 0;
+
+  // Streams made from now on report their ops to `recorder`, which outlives them; null: to nobody.
+  void SetRecorder(OpRecorder* recorder) { recorder_ = recorder; }
 
   // Zero-filled memory aligned to at least 64 bytes. Error: ResourceExhausted. `bytes` > 0.
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;
@@ -37,6 +47,11 @@ class Device {
   // The float32 matrix-product rate in FLOP/s of this rank's threads, over about `duration`, on
   // square matrices that exceed the caches. Blocks.
   virtual double MeasureMatMulRate(absl::Duration duration) = 0;
+
+  // The memory bandwidth in bytes/s of this rank's threads, over about `duration`: a triad
+  // a = b + s c on float32 buffers that exceed the caches, counting 12 bytes an element. Blocks.
+  // Error: ResourceExhausted.
+  virtual absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) = 0;
 
   // *result = sum of squares of `values` (float32), accumulated in float64. `result` is device
   // memory.
@@ -66,10 +81,20 @@ class Device {
   virtual void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
   // Copies from host memory; `source` must live until the copy has run.
   virtual void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
+
+ protected:
+  // For NewStream: where a stream of that name reports, or null.
+  StreamRecord* RecordOf(absl::string_view stream_name) const {
+    return recorder_ == nullptr ? nullptr : recorder_->AddStream(stream_name);
+  }
+
+ private:
+  OpRecorder* recorder_ = nullptr;
 };
 
 // `threads`: how many threads this rank's kernels run on, the stream's own included.
-absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads);
+absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads,
+                                                     Residency residency = Residency::kAtOnce);
 
 }  // namespace dim0
 

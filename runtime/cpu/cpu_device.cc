@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <string>
 #include <vector>
@@ -126,24 +127,41 @@ void ScaleToUnitRange(ThreadPool& pool, float* values, int64_t size) {
   });
 }
 
+// Of the runs of `body` within about `duration`, three at least. The median: a run during which the
+// thread was descheduled must not lower a yardstick.
+double MedianSeconds(const std::function<void()>& body, absl::Duration duration) {
+  std::vector<double> seconds;
+  const absl::Time end = absl::Now() + duration;
+  do {
+    const absl::Time start = absl::Now();
+    body();
+    seconds.push_back(absl::ToDoubleSeconds(absl::Now() - start));
+  } while (absl::Now() < end || seconds.size() < 3);
+  std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
+  return seconds[seconds.size() / 2];
+}
+
 }  // namespace
 
-CpuDevice::CpuDevice(int threads) : pool_(threads) {}
+CpuDevice::CpuDevice(int threads, Residency residency) : pool_(threads), residency_(residency) {}
 
 std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
-  return std::make_unique<CpuStream>(name);
+  return std::make_unique<CpuStream>(name, RecordOf(name));
 }
 
 absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
   // Whole mappings, so that freeing gives memory back and zeroing costs nothing until it is
   // touched.
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const bool at_once = residency_ == Residency::kAtOnce;
+  const int extra = at_once ? 0 : MAP_NORESERVE;
+  void* data =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | extra, -1, 0);
   if (data == MAP_FAILED) {
     return absl::ResourceExhaustedError(absl::StrFormat(
         "cannot allocate %.1f MiB of CPU memory: %s", bytes / 1048576.0, std::strerror(errno)));
   }
   // Fewer page faults and TLB misses; a kernel without huge pages refuses, which is fine.
-  if (bytes >= kHugePage) {
+  if (at_once && bytes >= kHugePage) {
     madvise(data, bytes, MADV_HUGEPAGE);
 #ifdef MADV_POPULATE_WRITE
     // Pages are made now and not in the first step; a kernel before 5.14 makes them on first touch.
@@ -173,16 +191,29 @@ double CpuDevice::MeasureMatMulRate(absl::Duration duration) {
          b.data(), kSize, 0.0f, c.data(), kSize);
   };
   product();
-  // The median of the products' rates: a descheduled product must not lower the yardstick.
-  std::vector<double> rates;
-  const absl::Time end = absl::Now() + duration;
-  do {
-    const absl::Time start = absl::Now();
-    product();
-    rates.push_back(2.0 * kSize * kSize * kSize / absl::ToDoubleSeconds(absl::Now() - start));
-  } while (absl::Now() < end || rates.size() < 3);
-  std::nth_element(rates.begin(), rates.begin() + rates.size() / 2, rates.end());
-  return rates[rates.size() / 2];
+  return 2.0 * kSize * kSize * kSize / MedianSeconds(product, duration);
+}
+
+absl::StatusOr<double> CpuDevice::MeasureTriadRate(absl::Duration duration) {
+  // 32 MiB a buffer and thread: past any share of a cache that a thread has.
+  constexpr int64_t kPerThread = int64_t{8} << 20;
+  const int64_t size = kPerThread * pool_.threads();
+  const int64_t bytes = 3 * size * static_cast<int64_t>(sizeof(float));
+  const absl::StatusOr<void*> memory = Allocate(bytes);
+  if (!memory.ok()) return memory.status();
+  float* const a = static_cast<float*>(*memory);
+  float* const b = a + size;
+  float* const c = b + size;
+  auto triad = [&] {
+    pool_.ParallelFor(size, kPerThread, [&](int64_t begin, int64_t end) {
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) a[i] = b[i] + 0.5f * c[i];
+    });
+  };
+  triad();
+  const double seconds = MedianSeconds(triad, duration);
+  Free(*memory, bytes);
+  return 12.0 * size / seconds;
 }
 
 void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {

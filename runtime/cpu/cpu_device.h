@@ -12,7 +12,7 @@ namespace dim0::cpu {
 
 class CpuDevice : public Device {
  public:
-  explicit CpuDevice(int threads);
+  explicit CpuDevice(int threads, Residency residency = Residency::kAtOnce);
 
   // What kernels run on.
   ThreadPool& pool() { return pool_; }
@@ -24,6 +24,7 @@ class CpuDevice : public Device {
   // The least of the machine's available memory and what the cgroup leaves.
   absl::StatusOr<int64_t> AvailableBytes(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
+  absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
   void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                double* result) override;
@@ -38,6 +39,7 @@ class CpuDevice : public Device {
 
  private:
   ThreadPool pool_;
+  const Residency residency_;
 };
 
 }  // namespace dim0::cpu

@@ -39,7 +39,8 @@ class CpuEventPoint : public EventPoint {
 
 }  // namespace
 
-CpuStream::CpuStream(absl::string_view name) : name_(name), worker_([this] { Work(); }) {
+CpuStream::CpuStream(absl::string_view name, StreamRecord* record)
+    : name_(name), record_(record), worker_([this] { Work(); }) {
   // At most 15 characters, so that `top -H` and debuggers show which stream is which.
   pthread_setname_np(worker_.native_handle(), name_.substr(0, 15).c_str());
 }
@@ -62,8 +63,13 @@ void CpuStream::Push(Entry entry) {
 }
 
 void CpuStream::Enqueue(OpInfo info, Op op) {
-  Push([info = std::move(info), op = std::move(op)](const absl::Status& so_far) {
-    return so_far.ok() ? op(OpContext{}) : so_far;
+  Push([this, info = std::move(info), op = std::move(op)](const absl::Status& so_far) {
+    if (!so_far.ok()) return so_far;
+    if (record_ == nullptr) return op(OpContext{});
+    const absl::Time begin = absl::Now();
+    absl::Status status = op(OpContext{});
+    record_->Add(info, begin, absl::Now());
+    return status;
   });
 }
 

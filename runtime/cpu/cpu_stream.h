@@ -11,13 +11,15 @@
 #include <thread>
 
 #include "absl/strings/string_view.h"
+#include "runtime/op_recorder.h"
 #include "runtime/stream.h"
 
 namespace dim0::cpu {
 
 class CpuStream : public Stream {
  public:
-  explicit CpuStream(absl::string_view name);
+  // Ops are reported to `record`, which outlives the stream, unless it is null.
+  explicit CpuStream(absl::string_view name, StreamRecord* record = nullptr);
   // Runs what is queued first.
   ~CpuStream() override;
 
@@ -34,6 +36,7 @@ class CpuStream : public Stream {
   void Work();
 
   const std::string name_;
+  StreamRecord* const record_;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Entry> queue_;

@@ -1,0 +1,166 @@
+#include "runtime/op_recorder.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/clock.h"
+#include "runtime/device.h"
+
+namespace dim0 {
+namespace {
+
+std::unique_ptr<Device> CpuDevice() { return *CreateDevice(Backend::kCpu, 1); }
+
+absl::Time At(int milliseconds) {
+  return absl::UnixEpoch() + absl::Hours(1) + absl::Milliseconds(milliseconds);
+}
+
+void Add(StreamRecord* stream, OpKind kind, int begin, int end) {
+  stream->Add({.name = "op", .kind = kind}, At(begin), At(end));
+}
+
+TEST(OpRecorder, HoldsEveryOpOfEveryStreamInOrderWithItsInfoAndTimes) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto first = device->NewStream("first");
+  const auto second = device->NewStream("second");
+  const absl::Time before = absl::Now();
+  for (int i = 0; i < 3; ++i) {
+    first->Enqueue({.name = "op " + std::to_string(i),
+                    .kind = OpKind::kCollective,
+                    .flops = 10.0 * i,
+                    .bytes = 100.0 * i},
+                   [](const OpContext&) { return absl::OkStatus(); });
+  }
+  second->Wait(first->Record());
+  second->Enqueue({.name = "after"}, [](const OpContext&) { return absl::OkStatus(); });
+  ASSERT_TRUE(second->Synchronize().ok());
+  const absl::Time after = absl::Now();
+
+  const std::vector<const StreamRecord*> streams = recorder.streams();
+  ASSERT_EQ(streams.size(), 2);
+  EXPECT_EQ(streams[0]->stream(), "first");
+  EXPECT_EQ(streams[1]->stream(), "second");
+  ASSERT_EQ(streams[0]->ops().size(), 3);  // waiting and recording are no ops
+  absl::Time last = before;
+  for (int i = 0; i < 3; ++i) {
+    const RecordedOp& op = streams[0]->ops()[i];
+    EXPECT_EQ(op.info.name, "op " + std::to_string(i));
+    EXPECT_EQ(op.info.kind, OpKind::kCollective);
+    EXPECT_EQ(op.info.flops, 10.0 * i);
+    EXPECT_EQ(op.info.bytes, 100.0 * i);
+    EXPECT_LE(last, op.begin);
+    EXPECT_LE(op.begin, op.end);
+    last = op.end;
+  }
+  ASSERT_EQ(streams[1]->ops().size(), 1);
+  EXPECT_LE(last, streams[1]->ops()[0].begin);
+  EXPECT_LE(streams[1]->ops()[0].end, after);
+}
+
+TEST(OpRecorder, AnOpsTimesEncloseItsWork) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  absl::Time begin, end;
+  stream->Enqueue({.name = "sleep"}, [&](const OpContext&) {
+    begin = absl::Now();
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    end = absl::Now();
+    return absl::OkStatus();
+  });
+  ASSERT_TRUE(stream->Synchronize().ok());
+  const RecordedOp& op = recorder.streams()[0]->ops()[0];
+  EXPECT_LE(op.begin, begin);
+  EXPECT_GE(op.end, end);
+}
+
+TEST(OpRecorder, AFailingOpIsRecordedAndTheOpsSkippedAfterItAreNot) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  stream->Enqueue({.name = "fails"},
+                  [](const OpContext&) { return absl::InternalError("broken"); });
+  stream->Enqueue({.name = "skipped"}, [](const OpContext&) { return absl::OkStatus(); });
+  EXPECT_EQ(stream->Synchronize().code(), absl::StatusCode::kInternal);
+  ASSERT_EQ(recorder.streams()[0]->ops().size(), 1);
+  EXPECT_EQ(recorder.streams()[0]->ops()[0].info.name, "fails");
+}
+
+TEST(OpRecorder, HearsOnlyOfStreamsMadeWhileItIsSet) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  const auto before = device->NewStream("before");
+  device->SetRecorder(&recorder);
+  const auto during = device->NewStream("during");
+  device->SetRecorder(nullptr);
+  const auto after = device->NewStream("after");
+  for (Stream* stream : {before.get(), during.get(), after.get()}) {
+    stream->Enqueue({.name = "op"}, [](const OpContext&) { return absl::OkStatus(); });
+    ASSERT_TRUE(stream->Synchronize().ok());
+  }
+  ASSERT_EQ(recorder.streams().size(), 1);
+  EXPECT_EQ(recorder.streams()[0]->stream(), "during");
+  EXPECT_EQ(recorder.streams()[0]->ops().size(), 1);
+}
+
+TEST(OpRecorder, ClearForgetsOpsAndKeepsStreams) {
+  OpRecorder recorder;
+  StreamRecord* stream = recorder.AddStream("stream");
+  Add(stream, OpKind::kCompute, 0, 5);
+  recorder.Clear();
+  ASSERT_EQ(recorder.streams().size(), 1);
+  EXPECT_TRUE(recorder.streams()[0]->ops().empty());
+  EXPECT_EQ(recorder.Overlap().computation, absl::ZeroDuration());
+  Add(stream, OpKind::kCompute, 7, 8);
+  EXPECT_EQ(recorder.Overlap().computation, absl::Milliseconds(1));
+}
+
+TEST(OpRecorder, OverlapOfNothingIsNothing) {
+  const OverlapTimes times = OpRecorder().Overlap();
+  EXPECT_EQ(times.communication, absl::ZeroDuration());
+  EXPECT_EQ(times.computation, absl::ZeroDuration());
+  EXPECT_EQ(times.exposed, absl::ZeroDuration());
+}
+
+TEST(OpRecorder, ACollectiveIsExposedWhereNoOtherStreamComputes) {
+  OpRecorder recorder;
+  StreamRecord* network = recorder.AddStream("network");
+  StreamRecord* compute = recorder.AddStream("compute");
+  Add(network, OpKind::kCollective, 0, 10);
+  Add(network, OpKind::kCollective, 20, 30);
+  Add(network, OpKind::kCollective, 50, 60);
+  Add(compute, OpKind::kCompute, 5, 22);
+  Add(compute, OpKind::kOptimizer, 24, 26);
+  Add(compute, OpKind::kCopy, 60, 61);
+  const OverlapTimes times = recorder.Overlap();
+  EXPECT_EQ(times.communication, absl::Milliseconds(30));
+  EXPECT_EQ(times.computation, absl::Milliseconds(17 + 2 + 1));
+  EXPECT_EQ(times.exposed, absl::Milliseconds(5 + 2 + 4 + 10));
+}
+
+TEST(OpRecorder, TimesInWhichSeveralOpsRunCountOnce) {
+  OpRecorder recorder;
+  StreamRecord* a = recorder.AddStream("a");
+  StreamRecord* b = recorder.AddStream("b");
+  Add(a, OpKind::kCollective, 0, 10);
+  Add(b, OpKind::kCollective, 2, 4);  // within
+  Add(b, OpKind::kCollective, 8, 13);
+  Add(a, OpKind::kCompute, 20, 30);
+  Add(b, OpKind::kCompute, 25, 35);
+  const OverlapTimes times = recorder.Overlap();
+  EXPECT_EQ(times.communication, absl::Milliseconds(13));
+  EXPECT_EQ(times.computation, absl::Milliseconds(15));
+  EXPECT_EQ(times.exposed, absl::Milliseconds(13));
+}
+
+}  // namespace
+}  // namespace dim0
