@@ -26,13 +26,14 @@ printf '\n%-6s %-6s %s\n' optimizer lr "validation loss at step 100, 200, 300, 4
 for optimizer in "${optimizers[@]}"; do
   case "${optimizer}" in
     adamw) rates=(3e-3 1e-2 2e-2) ;;
-    muon | rmnp) rates=(1e-2 2e-2 4e-2) ;;
+    muon) rates=(1e-2 2e-2 4e-2) ;;
+    rmnp) rates=(3e-3 4e-3 6e-3) ;;
   esac
   best=""
   for lr in "${rates[@]}"; do
     # What is no hidden matrix learns by AdamW: under Muon at the same rate, whose scale is made for that.
     rest_lr="${lr}"
-    [[ "${optimizer}" != rmnp ]] || rest_lr=3e-3
+    [[ "${optimizer}" != rmnp ]] || rest_lr=6e-3
     run="${dir}/${optimizer}-${lr}"
     bazel-bin/tools/train --layers=2 --width=96 --heads=4 --vocab=64 --positions=64 --seq_len=64 --batch=16 --ranks=2 \
       --threads_per_rank=1 --steps=400 --val_every=100 --val_sequences=1024 --val_fraction=0.125 \
