@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/check.h"
 
 namespace dim0 {
 
@@ -36,6 +37,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(
   } else if (config.name == "sign_momentum") {
     matrices = std::make_unique<SignMomentum>(config.sign_momentum, device, stream);
   } else {
+    DIM0_CHECK(config.name == "muon");
     matrices = std::make_unique<Muon>(config.muon, kernels, device, group);
   }
   return std::make_unique<SplitOptimizer>(config.matrix_params, std::move(matrices),

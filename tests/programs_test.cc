@@ -371,6 +371,14 @@ TEST_F(ProgramsTest, TrainTellsHowEvenlyNewtonSchulzWasShared) {
   EXPECT_GE(summary.at("newton_schulz").at("imbalance_measured").get<double>(), 1);
 }
 
+TEST_F(ProgramsTest, TrainWarnsOfOptionsOfAnotherOptimizer) {
+  const Outcome outcome = TrainToTheEnd({"--optimizer=rmnp", "--muon_split=qkv", "--momentum=0.9"});
+  EXPECT_THAT(outcome.out,
+              HasSubstr("warning: --muon_split has no effect with --optimizer=rmnp; it "
+                        "is muon's\n"));
+  EXPECT_THAT(outcome.out, Not(HasSubstr("--momentum")));
+}
+
 TEST_F(ProgramsTest, EveryOptimizerOptionTrains) {
   for (const Arguments& options :
        std::vector<Arguments>{{"--optimizer=rmnp", "--rmnp_power=0.125", "--nesterov=false"},

@@ -310,7 +310,7 @@ void PrintTable(const Setup& setup, const std::vector<SchemeResult>& results) {
     absl::StrAppendFormat(&heading, "%10s%10s%12s%12s%10s%8s", "ms/step", "comm ms", "compute ms",
                           "exposed ms", "GFLOP/s", "GB/s");
   }
-  spdlog::info(heading + "    published, 8 GPUs over PCIe");
+  spdlog::info(heading + "    published: 36 blocks, 8 GPUs over PCIe");
   for (const SchemeResult& r : results) {
     std::string line = absl::StrFormat("%-16s%10.1f%10.1f", Name(r.scheme), Mib(r.bytes_per_step),
                                        Mib(r.most_bytes_per_step));

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/flags/commandlineflag.h"
 #include "absl/flags/flag.h"
 #include "absl/flags/reflection.h"
 #include "absl/status/status.h"
@@ -159,6 +160,36 @@ struct Setup {
   }
 };
 
+// Flags that not every optimizer reads, and those that do.
+const std::map<std::string, std::vector<std::string>>& OptimizersOfFlags() {
+  static const auto* const readers = new std::map<std::string, std::vector<std::string>>{
+      {"matrix_lr", {"muon", "rmnp", "sign_momentum"}},
+      {"matrix_weight_decay", {"muon", "rmnp", "sign_momentum"}},
+      {"matrix_params", {"muon", "rmnp", "sign_momentum"}},
+      {"momentum", {"muon", "rmnp", "sign_momentum"}},
+      {"nesterov", {"muon", "rmnp"}},
+      {"rmnp_power", {"rmnp"}},
+      {"rmnp_eps", {"rmnp"}},
+      {"muon_schedule", {"muon"}},
+      {"muon_wire", {"muon"}},
+      {"muon_split", {"muon"}},
+      {"muon_scale", {"muon"}},
+      {"ns_coefficients", {"muon"}},
+      {"ns_algorithm", {"muon"}}};
+  return *readers;
+}
+
+void WarnOfFlagsWithoutEffect(const std::string& optimizer) {
+  for (const auto& [name, optimizers] : OptimizersOfFlags()) {
+    const absl::CommandLineFlag* flag = absl::FindCommandLineFlag(name);
+    DIM0_CHECK(flag != nullptr);
+    if (std::find(optimizers.begin(), optimizers.end(), optimizer) != optimizers.end()) continue;
+    if (flag->CurrentValue() == flag->DefaultValue()) continue;
+    spdlog::warn("warning: --{} has no effect with --optimizer={}; it is {}'s", name, optimizer,
+                 absl::StrJoin(optimizers, "'s and "));
+  }
+}
+
 absl::Status AtLeast(absl::string_view flag, double value, double least) {
   if (value >= least && std::isfinite(value)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", value,
@@ -248,6 +279,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   OptimizerConfig& optimizer = setup.optimizer;
   optimizer.name = absl::GetFlag(FLAGS_optimizer);
   DIM0_RETURN_IF_ERROR(CheckOptimizerName(optimizer.name));
+  WarnOfFlagsWithoutEffect(optimizer.name);
   const auto chosen = [](double flag, double otherwise) { return flag > 0 ? flag : otherwise; };
   optimizer.adamw = {.lr = chosen(absl::GetFlag(FLAGS_lr), optimizer.name == "adamw" ? 6e-4 : 3e-3),
                      .beta1 = absl::GetFlag(FLAGS_beta1),
