@@ -17,7 +17,7 @@ struct RmnpConfig {
   double lr = 4e-3;
   double momentum = 0.95;
   bool nesterov = true;
-  double eps = 1e-12;
+  double eps = 1e-12;  // the least norm to divide by; below 1.1e-19 that takes its place
   double weight_decay = 0;
   // HTRMNP: rows are divided by their norm to the power 1 - power; in [0, 1), 0 is RMNP.
   double power = 0;

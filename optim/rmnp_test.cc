@@ -254,6 +254,36 @@ TEST(Rmnp, ARowWithoutGradientStaysAsItIs) {
   }
 }
 
+TEST(Rmnp, ARowTooShortForFloat32SquaresTakesNoLongerAStepThanOthers) {
+  Problem problem = RandomProblem({{6, 20}, {16, 16}, {3, 300}}, 1);  // scales are 1
+  for (Values& values : problem.values) std::fill(values.begin(), values.end(), 0.0f);
+  const RmnpConfig config = {.lr = 1, .eps = 0};
+  for (const float length : {1e-18f, 1e-19f, 1e-20f, 1e-22f, 1e-23f, 1e-25f, 1e-40f}) {
+    for (const Layout layout : {Layout::kRowBlocks, Layout::kColumns, Layout::kFlat}) {
+      const Outcome outcome = Update(problem, config, layout, 2, 1, length);
+      for (size_t i = 0; i < problem.shapes.size(); ++i) {
+        const int64_t cols = problem.shapes[i].cols;
+        for (int64_t row = 0; row < problem.shapes[i].rows; ++row) {
+          double squares = 0;
+          for (int64_t k = row * cols; k < (row + 1) * cols; ++k) {
+            squares += std::pow(double{outcome.values[i][k]}, 2);
+          }
+          EXPECT_LE(std::sqrt(squares), 1 + 1e-5) << length << ", matrix " << i << ", row " << row;
+        }
+      }
+    }
+  }
+}
+
+TEST(Rmnp, ALearningRateOf0ChangesNothing) {
+  Problem problem = RandomProblem({{6, 20}, {4, 3}});
+  for (auto& step : problem.gradients) std::fill(step[1].begin(), step[1].end(), 0.0f);
+  for (const double power : {0.0, 0.125}) {
+    const RmnpConfig config = {.lr = 0, .eps = 0, .weight_decay = 0.1, .power = power};
+    EXPECT_EQ(Update(problem, config, Layout::kRowBlocks, 2).values, problem.values);
+  }
+}
+
 TEST(Rmnp, ARowIsTheSameToTheBitWhereverItIsCutAndOnAnyNumberOfThreads) {
   // Enough for three threads of one rank.
   const Problem problem =

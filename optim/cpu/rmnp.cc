@@ -29,6 +29,10 @@ inline void ForEachElement(int64_t n, Soon soon, Body body) {
   for (; i < n; ++i) body(i, i % kLanes);
 }
 
+// About 1.1e-19. The squares of a shorter row lose their digits in float32, or vanish, and say
+// nothing of its norm.
+const double kShortestNorm = std::sqrt(double{std::numeric_limits<float>::min()});
+
 // One row, or a part of one. The sweeps below ask for what the sweep after them needs, so that
 // memory is never idle; what lies past the last row is asked for in vain and does no harm.
 struct Row {
@@ -74,9 +78,9 @@ float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
 // update, from memory), and updates the values. `squares` is the sum over the whole row.
 template <bool kNesterov>
 void UpdateValues(const Row& row, float squares, double scale, const RmnpArguments& arguments) {
-  const double norm = std::max(std::sqrt(double{squares}), arguments.eps);
+  const double norm = std::max({std::sqrt(double{squares}), arguments.eps, kShortestNorm});
   const double divisor = arguments.power == 0 ? norm : std::pow(norm, 1 - arguments.power);
-  // Finite, so that a zero row stays zero whatever eps is.
+  // Finite, so that a zero row stays zero whatever the learning rate is.
   const auto step = static_cast<float>(
       std::min(arguments.lr * scale / divisor, double{std::numeric_limits<float>::max()}));
   const auto keep = static_cast<float>(1 - arguments.lr * arguments.weight_decay);
