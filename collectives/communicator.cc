@@ -152,8 +152,8 @@ absl::Status Communicator::AllGather(const CallInfo& call, DType dtype,
     absl::StrAppend(&text, ", ", CountsText(part.counts));
     elements += total - part.counts[(rank_ + 1) % world_size_];
   }
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
-  return Finish(call, elements * SizeOf(dtype),
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  return Finish(call, elements * SizeOf(dtype), world_size_ - 1,
                 DoAllGather(call, Identify(text + ")"), dtype, parts));
 }
 
@@ -176,8 +176,8 @@ absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
     absl::StrAppend(&text, ", ", CountsText(part.counts));
     elements += total - part.counts[rank_];
   }
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
-  return Finish(call, elements * SizeOf(dtype),
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  return Finish(call, elements * SizeOf(dtype), world_size_ - 1,
                 DoReduceScatter(call, Identify(text + ")"), dtype, parts));
 }
 
@@ -188,13 +188,13 @@ absl::Status Communicator::AllReduce(const CallInfo& call, DType dtype, ReduceOp
   arguments.Reducible();
   arguments.Count("count", count);
   arguments.Buffer("data", data, count);
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   const auto chunk = [&](int r) { return ChunkBegin(count, r + 1) - ChunkBegin(count, r); };
   const int64_t reduce_scatter = count - chunk(rank_);
   const int64_t all_gather = count - chunk((rank_ + 1) % world_size_);
   std::string text =
       absl::StrCat(CallText("all_reduce", call, dtype), ", ", Name(op), ", ", count, ")");
-  return Finish(call, (reduce_scatter + all_gather) * SizeOf(dtype),
+  return Finish(call, (reduce_scatter + all_gather) * SizeOf(dtype), 2 * (world_size_ - 1),
                 DoAllReduce(call, Identify(std::move(text)), dtype, op, data, count));
 }
 
@@ -205,10 +205,10 @@ absl::Status Communicator::Broadcast(const CallInfo& call, DType dtype, void* da
   arguments.Root(root);
   arguments.Count("count", count);
   arguments.Buffer("data", data, count);
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   std::string text =
       absl::StrCat(CallText("broadcast", call, dtype), ", root ", root, ", ", count, ")");
-  return Finish(call, world_size_ == 1 ? 0 : count * SizeOf(dtype),
+  return Finish(call, world_size_ == 1 ? 0 : count * SizeOf(dtype), world_size_ - 1,
                 DoBroadcast(call, Identify(std::move(text)), dtype, data, count, root));
 }
 
@@ -218,17 +218,17 @@ absl::Status Communicator::Gather(const CallInfo& call, DType dtype, const void*
   Arguments arguments("gather", call, *this, dtype);
   arguments.Root(root);
   arguments.Counts(counts);
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   const bool is_root = rank_ == root;
   arguments.Buffer("send", send, counts[rank_]);
   if (is_root) {
     arguments.Buffer("recv", recv, Sum(counts));
     arguments.NoOverlap(send, counts[rank_], recv, Sum(counts), Sum(counts.first(rank_)));
   }
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   std::string text =
       absl::StrCat(CallText("gather", call, dtype), ", root ", root, ", ", CountsText(counts), ")");
-  return Finish(call, is_root ? 0 : counts[rank_] * SizeOf(dtype),
+  return Finish(call, is_root ? 0 : counts[rank_] * SizeOf(dtype), world_size_ - 1,
                 DoGather(call, Identify(std::move(text)), dtype, send, recv, counts, root));
 }
 
@@ -238,17 +238,17 @@ absl::Status Communicator::Scatter(const CallInfo& call, DType dtype, const void
   Arguments arguments("scatter", call, *this, dtype);
   arguments.Root(root);
   arguments.Counts(counts);
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   const bool is_root = rank_ == root;
   arguments.Buffer("recv", recv, counts[rank_]);
   if (is_root) {
     arguments.Buffer("send", send, Sum(counts));
     arguments.NoOverlap(recv, counts[rank_], send, Sum(counts), Sum(counts.first(rank_)));
   }
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   std::string text = absl::StrCat(CallText("scatter", call, dtype), ", root ", root, ", ",
                                   CountsText(counts), ")");
-  return Finish(call, is_root ? (Sum(counts) - counts[rank_]) * SizeOf(dtype) : 0,
+  return Finish(call, is_root ? (Sum(counts) - counts[rank_]) * SizeOf(dtype) : 0, world_size_ - 1,
                 DoScatter(call, Identify(std::move(text)), dtype, send, recv, counts, root));
 }
 
@@ -259,7 +259,7 @@ absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
   Arguments arguments("all_to_all", call, *this, dtype);
   arguments.OnePerRank("send", send.size());
   arguments.OnePerRank("recv", recv.size());
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   int64_t elements = 0;
   for (int r = 0; r < world_size_ && arguments.status().ok(); ++r) {
     const std::string sent = absl::StrCat("send[", r, "]");
@@ -276,16 +276,16 @@ absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
       arguments.Complain("send adds up to more than 2^63 bytes");
     }
   }
-  if (!arguments.status().ok()) return Finish(call, 0, arguments.status());
+  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
   return Finish(
-      call, elements * SizeOf(dtype),
+      call, elements * SizeOf(dtype), world_size_ - 1,
       DoAllToAll(call, Identify(CallText("all_to_all", call, dtype) + ")"), dtype, send, recv));
 }
 
 absl::Status Communicator::Barrier(const CallInfo& call) {
   if (!failure_.ok()) return failure_;
   std::string text = absl::StrCat("barrier(unit '", call.unit, "', ", Name(call.purpose), ")");
-  return Finish(call, 0, DoBarrier(call, Identify(std::move(text))));
+  return Finish(call, 0, world_size_ - 1, DoBarrier(call, Identify(std::move(text))));
 }
 
 Communicator::Fingerprint Communicator::Identify(std::string text) {
@@ -300,9 +300,11 @@ Communicator::Fingerprint Communicator::Identify(std::string text) {
   return fingerprint;
 }
 
-absl::Status Communicator::Finish(const CallInfo& call, int64_t bytes, absl::Status status) {
+absl::Status Communicator::Finish(const CallInfo& call, int64_t bytes, int hops,
+                                  absl::Status status) {
   if (status.ok()) {
     ledger_->Add(call.purpose, bytes);
+    if (link_ != nullptr) link_->Transfer(met_, bytes, hops);
   } else {
     failure_ = status;
   }

@@ -30,9 +30,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
+#include "collectives/link.h"
 
 namespace dim0 {
 
@@ -134,9 +137,20 @@ class Communicator {
   absl::Status Barrier(const CallInfo& call);
 
  protected:
-  // `ledger` is the rank's and outlives the communicator.
-  Communicator(std::string name, int rank, int world_size, ByteLedger* ledger)
-      : name_(std::move(name)), rank_(rank), world_size_(world_size), ledger_(ledger) {}
+  // `ledger` and `link` are the rank's and outlive the communicator; `link` may be null. With a
+  // link a call returns no sooner than its bytes would have passed over it, counted from
+  // AllArrived().
+  Communicator(std::string name, int rank, int world_size, ByteLedger* ledger, Link* link = nullptr)
+      : name_(std::move(name)),
+        rank_(rank),
+        world_size_(world_size),
+        ledger_(ledger),
+        link_(link) {}
+
+  // A backend that is given a link calls this in every call as soon as all ranks have entered it.
+  void AllArrived() {
+    if (link_ != nullptr) met_ = absl::Now();
+  }
 
   // What every backend call carries; ranks agree when their fingerprints are equal. `text` says in
   // words all that the ranks must agree on (operation, unit, purpose, type, counts, root) and is
@@ -179,13 +193,16 @@ class Communicator {
  private:
   // The fingerprint of the next call.
   Fingerprint Identify(std::string text);
-  // Enters a successful call in the ledger, or keeps the first error for later calls.
-  absl::Status Finish(const CallInfo& call, int64_t bytes, absl::Status status);
+  // Enters a successful call in the ledger and lets the link's time pass, or keeps the first error
+  // for later calls. `hops`: messages of a ring that wait for one another.
+  absl::Status Finish(const CallInfo& call, int64_t bytes, int hops, absl::Status status);
 
   const std::string name_;
   const int rank_;
   const int world_size_;
   ByteLedger* const ledger_;
+  Link* const link_;
+  absl::Time met_;  // when all ranks had entered the call; only with a link
   int64_t sequence_ = 0;
   absl::Status failure_;  // of the first call that failed
 };

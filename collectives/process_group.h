@@ -4,6 +4,7 @@
 #define DIM0_COLLECTIVES_PROCESS_GROUP_H_
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -12,12 +13,15 @@
 #include "absl/time/time.h"
 #include "collectives/communicator.h"
 #include "collectives/ledger.h"
+#include "collectives/link.h"
 
 namespace dim0 {
 
 struct ProcessGroupOptions {
   // How long a rank waits in one collective for the others. absl::InfiniteDuration() waits forever.
   absl::Duration timeout = absl::Minutes(10);
+  // What ranks in one process pretend to be connected by; none: collectives are as fast as memory.
+  std::optional<LinkSpeed> link;
 };
 
 // Destroying a rank's group, or one of its communicators, means that the rank has left: the others'

@@ -516,7 +516,8 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workl
   DIM0_ASSIGN_OR_RETURN(const std::string previous, PrepareRunDir(options.run_dir));
   if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
   DIM0_ASSIGN_OR_RETURN(const auto groups,
-                        CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout}));
+                        CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout,
+                                                          .link = options.link}));
 
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it

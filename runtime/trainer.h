@@ -14,6 +14,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,6 +56,7 @@ struct TrainerOptions {
   int threads_per_rank = 1;
   Backend backend = Backend::kCpu;
   absl::Duration collective_timeout = absl::Minutes(10);
+  std::optional<LinkSpeed> link;  // what ranks pretend to be connected by
   EngineOptions engine;
 
   int64_t batch = 8;       // sequences per rank and micro-batch

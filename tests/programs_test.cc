@@ -175,6 +175,8 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--rmnp_power=-0.1"}, "--rmnp_power=-0.1", "must be in [0, 1)"},
       {{"--rmnp_eps=-1"}, "--rmnp_eps=-1", "must be 0 or more"},
       {{"--momentum=1"}, "--momentum=1", "must be in [0, 1)"},
+      {{"--link=fast"}, "--link: 'fast' is no link", "one of pcie4, pcie5"},
+      {{"--link=0,1"}, "--link: '0,1'", "GB/s and microseconds"},
       // What no machine holds or starts.
       {{"--layers=1000000000"}, "--layers=1000000000", "it must be from 1 to 10000"},
       {{"--width=1000000000"}, "--width=1000000000", "it must be from 1 to 1000000"},
@@ -377,6 +379,17 @@ TEST_F(ProgramsTest, TrainWarnsOfOptionsOfAnotherOptimizer) {
               HasSubstr("warning: --muon_split has no effect with --optimizer=rmnp; it "
                         "is muon's\n"));
   EXPECT_THAT(outcome.out, Not(HasSubstr("--momentum")));
+}
+
+TEST_F(ProgramsTest, ALinkSlowsStepsAndChangesNothingElse) {
+  TrainToTheEnd({"--ranks=2"});
+  const std::vector<std::string> without = ReadMetrics("run").Values();
+  fs::remove_all(Path("run"));
+  // Half of 95 KB of parameters and as many of gradients at a megabyte a second.
+  TrainToTheEnd({"--ranks=2", "--link=0.001,100"});
+  const Metrics metrics = ReadMetrics("run");
+  EXPECT_EQ(metrics.Values(), without);
+  for (const Json& step : metrics.steps) EXPECT_GT(step.at("step_ms").get<double>(), 90);
 }
 
 TEST_F(ProgramsTest, EveryOptimizerOptionTrains) {

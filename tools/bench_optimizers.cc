@@ -45,6 +45,9 @@ ABSL_FLAG(StringList, sweep, {},
 ABSL_FLAG(int, warmup, 2, "steps of each scheme before those that count");
 ABSL_FLAG(int, repeats, 5, "steps of each scheme that count");
 ABSL_FLAG(std::string, out, "", "folder for dist_opt.csv, sweep.csv and exactness.txt");
+ABSL_FLAG(std::string, link, "",
+          "what the ranks pretend to be connected by: GB/s and microseconds a hop (12.5,10), or "
+          "pcie4, pcie5, nvlink4, 10gbe, 100gbe, 400gbe; empty: as fast as memory");
 ABSL_FLAG(bool, ledger_only, false,
           "count bytes only: one step of the real schedule and the real collectives on the real "
           "sizes, without the arithmetic; nothing is timed, swept or checked");
@@ -180,6 +183,13 @@ absl::StatusOr<Setup> SetupFromFlags() {
   options.warmup = absl::GetFlag(FLAGS_warmup);
   options.repeats = absl::GetFlag(FLAGS_repeats);
   options.ledger_only = absl::GetFlag(FLAGS_ledger_only);
+  if (const std::string link = absl::GetFlag(FLAGS_link); !link.empty()) {
+    const absl::StatusOr<LinkSpeed> speed = ParseLink(link);
+    if (!speed.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("--link: ", speed.status().message()));
+    }
+    options.link = *speed;
+  }
   setup.out = absl::GetFlag(FLAGS_out);
   if (setup.out.empty()) {
     return absl::InvalidArgumentError("--out is missing; name a folder for the results");

@@ -427,12 +427,14 @@ SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, S
   return result;
 }
 
-absl::StatusOr<std::vector<Groups>> CreateGroups(int ranks, size_t count) {
+absl::StatusOr<std::vector<Groups>> CreateGroups(int ranks, size_t count,
+                                                 const std::optional<LinkSpeed>& link = {}) {
   std::vector<Groups> groups;
   for (size_t i = 0; i < count; ++i) {
     // Ranks wait for each other's arithmetic, which on a busy machine may take any time.
-    DIM0_ASSIGN_OR_RETURN(Groups created,
-                          CreateThreadRanks(ranks, {.timeout = absl::InfiniteDuration()}));
+    DIM0_ASSIGN_OR_RETURN(
+        Groups created,
+        CreateThreadRanks(ranks, {.timeout = absl::InfiniteDuration(), .link = link}));
     groups.push_back(std::move(created));
   }
   return groups;
@@ -655,7 +657,7 @@ absl::StatusOr<std::vector<SchemeResult>> MeasureSchemes(const OptimizerBenchOpt
   const ParameterTable table(options.units);
   // A group, and with it a ledger, for each scheme; one more for barriers.
   DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups,
-                        CreateGroups(options.ranks, schemes.size() + 1));
+                        CreateGroups(options.ranks, schemes.size() + 1, options.link));
   std::vector<std::vector<Samples>> samples(options.ranks, std::vector<Samples>(schemes.size()));
   DIM0_RETURN_IF_ERROR(RunRanks(options.ranks, groups, [&](int rank) {
     return MeasureOnRank(options, table, schemes, rank, groups, absl::MakeSpan(samples[rank]));

@@ -4,6 +4,7 @@
 #define DIM0_TOOLS_OPTIMIZER_BENCH_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "collectives/link.h"
 #include "runtime/parameter.h"
 
 namespace dim0 {
@@ -39,8 +41,9 @@ struct OptimizerBenchOptions {
   std::vector<UnitSpec> units;  // matrices only, at least one
   int ranks = 1;
   int threads_per_rank = 1;
-  int warmup = 2;   // steps before those that count
-  int repeats = 5;  // at least 1
+  int warmup = 2;                 // steps before those that count
+  int repeats = 5;                // at least 1
+  std::optional<LinkSpeed> link;  // what ranks pretend to be connected by
   // Runs one step of the real schedule with the real collectives and no arithmetic, in memory that
   // only takes up room where collectives touch it. Nothing is timed.
   bool ledger_only = false;

@@ -109,6 +109,10 @@ ABSL_FLAG(bool, recompute, false,
 ABSL_FLAG(absl::Duration, collective_timeout, absl::Minutes(10),
           "how long a rank waits for the others in one collective");
 
+ABSL_FLAG(std::string, link, "",
+          "what the ranks pretend to be connected by: GB/s and microseconds a hop (12.5,10), or "
+          "pcie4, pcie5, nvlink4, 10gbe, 100gbe, 400gbe; empty: as fast as memory");
+
 namespace dim0 {
 namespace {
 
@@ -330,6 +334,13 @@ absl::StatusOr<Setup> SetupFromFlags() {
                  trainer.threads_per_rank, cores);
   }
   trainer.collective_timeout = absl::GetFlag(FLAGS_collective_timeout);
+  if (const std::string link = absl::GetFlag(FLAGS_link); !link.empty()) {
+    const absl::StatusOr<LinkSpeed> speed = ParseLink(link);
+    if (!speed.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("--link: ", speed.status().message()));
+    }
+    trainer.link = *speed;
+  }
   trainer.engine = {.reshard_after_forward = absl::GetFlag(FLAGS_reshard_after_forward),
                     .prefetch = absl::GetFlag(FLAGS_prefetch),
                     .sync_every_micro_batch = absl::GetFlag(FLAGS_accum_sync),

@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -65,11 +66,15 @@ struct Channel {
 
 // What the ranks of one job share. Kept alive by every group and communicator.
 struct World {
-  World(int size, absl::Duration timeout) : size(size), timeout(timeout), ledgers(size) {}
+  World(int size, const ProcessGroupOptions& options)
+      : size(size), timeout(options.timeout), ledgers(size) {
+    for (int rank = 0; options.link && rank < size; ++rank) links.emplace_back(*options.link);
+  }
 
   const int size;
   const absl::Duration timeout;
   std::vector<ByteLedger> ledgers;  // by rank; not guarded
+  std::deque<Link> links;           // by rank, or none; not guarded
 
   // One mutex for all channels: it is held for moments, never while data moves.
   std::mutex mutex;
@@ -97,7 +102,8 @@ std::string RanksText(absl::Span<const int> ranks) {
 class ThreadCommunicator final : public Communicator {
  public:
   ThreadCommunicator(std::shared_ptr<World> world, Channel* channel, int rank)
-      : Communicator(channel->name, rank, world->size, &world->ledgers[rank]),
+      : Communicator(channel->name, rank, world->size, &world->ledgers[rank],
+                     world->links.empty() ? nullptr : &world->links[rank]),
         world_(std::move(world)),
         channel_(*channel) {}
 
@@ -247,6 +253,13 @@ class ThreadCommunicator final : public Communicator {
   // Afterwards Offered() is valid up to the last Sync() of the call.
   absl::Status Arrive(const Fingerprint& fingerprint, absl::Span<const ConstSegment> send,
                       absl::Span<const Segment> recv = {}) {
+    absl::Status status = Meet(fingerprint, send, recv);
+    if (status.ok()) AllArrived();
+    return status;
+  }
+
+  absl::Status Meet(const Fingerprint& fingerprint, absl::Span<const ConstSegment> send,
+                    absl::Span<const Segment> recv) {
     std::unique_lock<std::mutex> lock(world_->mutex);
     if (absl::Status broken = WhyBroken(fingerprint); !broken.ok()) return broken;
     channel_.offers[rank()] = {true, fingerprint.sequence, fingerprint.text, send, recv};
@@ -403,7 +416,7 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateThreadRanks(
                                                    absl::FormatDuration(options.timeout),
                                                    "; it must be longer than 0"));
   }
-  auto world = std::make_shared<World>(world_size, options.timeout);
+  auto world = std::make_shared<World>(world_size, options);
   std::vector<std::unique_ptr<ProcessGroup>> groups;
   for (int r = 0; r < world_size; ++r) {
     groups.push_back(std::make_unique<ThreadProcessGroup>(world, r));

@@ -1,0 +1,54 @@
+// A network to look at, on one machine: collectives between ranks of one process take at least as
+// long as they would over a link of a given speed. The time is slept, not computed, so a small
+// machine shows the overlap of a cluster whose ratio of communication to computation is the same.
+#ifndef DIM0_COLLECTIVES_LINK_H_
+#define DIM0_COLLECTIVES_LINK_H_
+
+#include <cstdint>
+#include <mutex>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace dim0 {
+
+// What connects a rank to the others, in each direction.
+struct LinkSpeed {
+  double bytes_per_second = 0;
+  absl::Duration latency;  // of each hop of a ring
+};
+
+// "GB/s,microseconds" (1 GB is 10^9 bytes), or one of these, by the figures of their makers and
+// usual latencies of a hop:
+//
+//   pcie4     32 GB/s, 5 us    x16
+//   pcie5     64 GB/s, 5 us    x16
+//   nvlink4  450 GB/s, 2 us    18 links of a GPU
+//   10gbe   1.25 GB/s, 30 us
+//   100gbe  12.5 GB/s, 10 us
+//   400gbe    50 GB/s, 5 us
+//
+// Error: InvalidArgument, saying what is accepted.
+absl::StatusOr<LinkSpeed> ParseLink(absl::string_view text);
+
+// One rank's link. Transfers of all its communicators share it and go one after the other, as
+// messages through one network adapter do. Thread-safe.
+class Link {
+ public:
+  explicit Link(const LinkSpeed& speed) : speed_(speed) {}
+
+  // Sleeps until `bytes` in `hops` dependent messages would have left, had they been ready at
+  // `start` and waited for the transfers before them.
+  void Transfer(absl::Time start, int64_t bytes, int hops);
+
+ private:
+  const LinkSpeed speed_;
+  std::mutex mutex_;
+  absl::Time free_at_ = absl::InfinitePast();
+};
+
+}  // namespace dim0
+
+#endif  // DIM0_COLLECTIVES_LINK_H_
