@@ -283,7 +283,6 @@ absl::StatusOr<Setup> SetupFromFlags() {
   OptimizerConfig& optimizer = setup.optimizer;
   optimizer.name = absl::GetFlag(FLAGS_optimizer);
   DIM0_RETURN_IF_ERROR(CheckOptimizerName(optimizer.name));
-  WarnOfFlagsWithoutEffect(optimizer.name);
   const auto chosen = [](double flag, double otherwise) { return flag > 0 ? flag : otherwise; };
   optimizer.adamw = {.lr = chosen(absl::GetFlag(FLAGS_lr), optimizer.name == "adamw" ? 6e-4 : 3e-3),
                      .beta1 = absl::GetFlag(FLAGS_beta1),
@@ -368,6 +367,8 @@ absl::StatusOr<Setup> SetupFromFlags() {
                 .global_batch = trainer.sequences_per_step(),
                 .seed = trainer.seed,
                 .val_fraction = absl::GetFlag(FLAGS_val_fraction)};
+  // Only when nothing is wrong: an error is one line.
+  WarnOfFlagsWithoutEffect(optimizer.name);
   return setup;
 }
 
