@@ -20,8 +20,8 @@ struct LinkSpeed {
   absl::Duration latency;  // of each hop of a ring
 };
 
-// "GB/s,microseconds" (1 GB is 10^9 bytes), or one of these, by the figures of their makers and
-// usual latencies of a hop:
+// "GB/s,microseconds" (1 GB is 10^9 bytes), or one of these. Bandwidths are the nominal ones in each
+// direction; latencies are round assumptions, not measurements:
 //
 //   pcie4     32 GB/s, 5 us    x16
 //   pcie5     64 GB/s, 5 us    x16
