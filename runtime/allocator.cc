@@ -8,26 +8,6 @@
 
 namespace dim0 {
 
-absl::string_view Name(MemoryPurpose purpose) {
-  switch (purpose) {
-    case MemoryPurpose::kParameters:
-      return "parameters";
-    case MemoryPurpose::kGradients:
-      return "gradients";
-    case MemoryPurpose::kOptimizer:
-      return "optimizer";
-    case MemoryPurpose::kGathered:
-      return "gathered";
-    case MemoryPurpose::kActivations:
-      return "activations";
-    case MemoryPurpose::kCommunication:
-      return "communication";
-    case MemoryPurpose::kDiagnostics:
-      return "diagnostics";
-  }
-  return "?";
-}
-
 Buffer::~Buffer() {
   if (allocator_ != nullptr) allocator_->Release(*this);
 }

@@ -9,23 +9,10 @@
 #include <mutex>
 
 #include "absl/status/statusor.h"
-#include "absl/strings/string_view.h"
 #include "runtime/device.h"
+#include "runtime/memory_purpose.h"
 
 namespace dim0 {
-
-enum class MemoryPurpose : uint8_t {
-  kParameters,     // this rank's shards
-  kGradients,      // this rank's gradient shards
-  kOptimizer,      // optimizer state
-  kGathered,       // unsharded parameters of the units in use
-  kActivations,    // what the model keeps between forward and backward, and its workspaces
-  kCommunication,  // unsharded gradients on their way to the reduce-scatter; optimizers' wire
-                   // buffers
-  kDiagnostics,    // copies and products of a run that measures itself
-};
-inline constexpr int kNumMemoryPurposes = 7;
-absl::string_view Name(MemoryPurpose purpose);
 
 class Allocator;
 
