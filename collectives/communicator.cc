@@ -138,7 +138,7 @@ absl::Status Communicator::AllGather(const CallInfo& call, DType dtype,
   if (!failure_.ok()) return failure_;
   Arguments arguments("all_gather", call, *this, dtype);
   std::string text = CallText("all_gather", call, dtype);
-  int64_t elements = 0;
+  Moved moved = {.hops = world_size_ - 1};
   for (size_t p = 0; p < parts.size() && arguments.status().ok(); ++p) {
     const AllGatherPart& part = parts[p];
     arguments.SetPart(p);
@@ -150,10 +150,12 @@ absl::Status Communicator::AllGather(const CallInfo& call, DType dtype,
     arguments.NoOverlap(part.send, part.counts[rank_], part.recv, total,
                         Sum(part.counts.first(rank_)));
     absl::StrAppend(&text, ", ", CountsText(part.counts));
-    elements += total - part.counts[(rank_ + 1) % world_size_];
+    moved.in += part.counts[rank_];
+    moved.out += total;
+    moved.sent += total - part.counts[(rank_ + 1) % world_size_];
   }
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
-  return Finish(call, elements * SizeOf(dtype), world_size_ - 1,
+  if (!arguments.status().ok()) return Refuse(arguments.status());
+  return Finish("all_gather", call, dtype, moved,
                 DoAllGather(call, Identify(text + ")"), dtype, parts));
 }
 
@@ -163,7 +165,7 @@ absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
   Arguments arguments("reduce_scatter", call, *this, dtype);
   arguments.Reducible();
   std::string text = CallText("reduce_scatter", call, dtype);
-  int64_t elements = 0;
+  Moved moved = {.hops = world_size_ - 1};
   for (size_t p = 0; p < parts.size() && arguments.status().ok(); ++p) {
     const ReduceScatterPart& part = parts[p];
     arguments.SetPart(p);
@@ -174,10 +176,12 @@ absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
     arguments.Buffer("recv", part.recv, part.counts[rank_]);
     arguments.NoOverlap(part.recv, part.counts[rank_], part.send, total, /*own_offset=*/-1);
     absl::StrAppend(&text, ", ", CountsText(part.counts));
-    elements += total - part.counts[rank_];
+    moved.in += total;
+    moved.out += part.counts[rank_];
+    moved.sent += total - part.counts[rank_];
   }
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
-  return Finish(call, elements * SizeOf(dtype), world_size_ - 1,
+  if (!arguments.status().ok()) return Refuse(arguments.status());
+  return Finish("reduce_scatter", call, dtype, moved,
                 DoReduceScatter(call, Identify(text + ")"), dtype, parts));
 }
 
@@ -188,13 +192,17 @@ absl::Status Communicator::AllReduce(const CallInfo& call, DType dtype, ReduceOp
   arguments.Reducible();
   arguments.Count("count", count);
   arguments.Buffer("data", data, count);
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   const auto chunk = [&](int r) { return ChunkBegin(count, r + 1) - ChunkBegin(count, r); };
   const int64_t reduce_scatter = count - chunk(rank_);
   const int64_t all_gather = count - chunk((rank_ + 1) % world_size_);
   std::string text =
       absl::StrCat(CallText("all_reduce", call, dtype), ", ", Name(op), ", ", count, ")");
-  return Finish(call, (reduce_scatter + all_gather) * SizeOf(dtype), 2 * (world_size_ - 1),
+  const Moved moved = {.in = count,
+                       .out = count,
+                       .sent = reduce_scatter + all_gather,
+                       .hops = 2 * (world_size_ - 1)};
+  return Finish("all_reduce", call, dtype, moved,
                 DoAllReduce(call, Identify(std::move(text)), dtype, op, data, count));
 }
 
@@ -205,10 +213,14 @@ absl::Status Communicator::Broadcast(const CallInfo& call, DType dtype, void* da
   arguments.Root(root);
   arguments.Count("count", count);
   arguments.Buffer("data", data, count);
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   std::string text =
       absl::StrCat(CallText("broadcast", call, dtype), ", root ", root, ", ", count, ")");
-  return Finish(call, world_size_ == 1 ? 0 : count * SizeOf(dtype), world_size_ - 1,
+  const Moved moved = {.in = rank_ == root ? count : 0,
+                       .out = count,
+                       .sent = world_size_ == 1 ? 0 : count,
+                       .hops = world_size_ - 1};
+  return Finish("broadcast", call, dtype, moved,
                 DoBroadcast(call, Identify(std::move(text)), dtype, data, count, root));
 }
 
@@ -218,17 +230,21 @@ absl::Status Communicator::Gather(const CallInfo& call, DType dtype, const void*
   Arguments arguments("gather", call, *this, dtype);
   arguments.Root(root);
   arguments.Counts(counts);
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   const bool is_root = rank_ == root;
   arguments.Buffer("send", send, counts[rank_]);
   if (is_root) {
     arguments.Buffer("recv", recv, Sum(counts));
     arguments.NoOverlap(send, counts[rank_], recv, Sum(counts), Sum(counts.first(rank_)));
   }
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   std::string text =
       absl::StrCat(CallText("gather", call, dtype), ", root ", root, ", ", CountsText(counts), ")");
-  return Finish(call, is_root ? 0 : counts[rank_] * SizeOf(dtype), world_size_ - 1,
+  const Moved moved = {.in = counts[rank_],
+                       .out = is_root ? Sum(counts) : 0,
+                       .sent = is_root ? 0 : counts[rank_],
+                       .hops = world_size_ - 1};
+  return Finish("gather", call, dtype, moved,
                 DoGather(call, Identify(std::move(text)), dtype, send, recv, counts, root));
 }
 
@@ -238,17 +254,21 @@ absl::Status Communicator::Scatter(const CallInfo& call, DType dtype, const void
   Arguments arguments("scatter", call, *this, dtype);
   arguments.Root(root);
   arguments.Counts(counts);
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   const bool is_root = rank_ == root;
   arguments.Buffer("recv", recv, counts[rank_]);
   if (is_root) {
     arguments.Buffer("send", send, Sum(counts));
     arguments.NoOverlap(recv, counts[rank_], send, Sum(counts), Sum(counts.first(rank_)));
   }
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   std::string text = absl::StrCat(CallText("scatter", call, dtype), ", root ", root, ", ",
                                   CountsText(counts), ")");
-  return Finish(call, is_root ? (Sum(counts) - counts[rank_]) * SizeOf(dtype) : 0, world_size_ - 1,
+  const Moved moved = {.in = is_root ? Sum(counts) : 0,
+                       .out = counts[rank_],
+                       .sent = is_root ? Sum(counts) - counts[rank_] : 0,
+                       .hops = world_size_ - 1};
+  return Finish("scatter", call, dtype, moved,
                 DoScatter(call, Identify(std::move(text)), dtype, send, recv, counts, root));
 }
 
@@ -259,8 +279,8 @@ absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
   Arguments arguments("all_to_all", call, *this, dtype);
   arguments.OnePerRank("send", send.size());
   arguments.OnePerRank("recv", recv.size());
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
-  int64_t elements = 0;
+  if (!arguments.status().ok()) return Refuse(arguments.status());
+  Moved moved = {.hops = world_size_ - 1};
   for (int r = 0; r < world_size_ && arguments.status().ok(); ++r) {
     const std::string sent = absl::StrCat("send[", r, "]");
     const std::string received = absl::StrCat("recv[", r, "]");
@@ -269,23 +289,28 @@ absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
     arguments.Count(received, recv[r].count);
     arguments.Buffer(received, recv[r].data, recv[r].count);
     if (!arguments.status().ok()) break;
-    if (r == rank_) continue;
     int64_t bytes;
-    if (__builtin_add_overflow(elements, send[r].count, &elements) ||
-        __builtin_mul_overflow(elements, SizeOf(dtype), &bytes)) {
+    if (__builtin_add_overflow(moved.in, send[r].count, &moved.in) ||
+        __builtin_mul_overflow(moved.in, SizeOf(dtype), &bytes)) {
       arguments.Complain("send adds up to more than 2^63 bytes");
     }
+    if (__builtin_add_overflow(moved.out, recv[r].count, &moved.out) ||
+        __builtin_mul_overflow(moved.out, SizeOf(dtype), &bytes)) {
+      arguments.Complain("recv adds up to more than 2^63 bytes");
+    }
+    if (r != rank_) moved.sent += send[r].count;
   }
-  if (!arguments.status().ok()) return Finish(call, 0, 0, arguments.status());
+  if (!arguments.status().ok()) return Refuse(arguments.status());
   return Finish(
-      call, elements * SizeOf(dtype), world_size_ - 1,
+      "all_to_all", call, dtype, moved,
       DoAllToAll(call, Identify(CallText("all_to_all", call, dtype) + ")"), dtype, send, recv));
 }
 
 absl::Status Communicator::Barrier(const CallInfo& call) {
   if (!failure_.ok()) return failure_;
   std::string text = absl::StrCat("barrier(unit '", call.unit, "', ", Name(call.purpose), ")");
-  return Finish(call, 0, world_size_ - 1, DoBarrier(call, Identify(std::move(text))));
+  return Finish("barrier", call, DType::kByte, {.hops = world_size_ - 1},
+                DoBarrier(call, Identify(std::move(text))));
 }
 
 Communicator::Fingerprint Communicator::Identify(std::string text) {
@@ -300,14 +325,34 @@ Communicator::Fingerprint Communicator::Identify(std::string text) {
   return fingerprint;
 }
 
-absl::Status Communicator::Finish(const CallInfo& call, int64_t bytes, int hops,
-                                  absl::Status status) {
+absl::Status Communicator::Finish(absl::string_view operation, const CallInfo& call, DType dtype,
+                                  const Moved& moved, absl::Status status) {
+  const int64_t bytes = moved.sent * SizeOf(dtype);
   if (status.ok()) {
     ledger_->Add(call.purpose, bytes);
-    if (link_ != nullptr) link_->Transfer(met_, bytes, hops);
+    if (link_ != nullptr) link_->Transfer(met_, bytes, moved.hops);
   } else {
     failure_ = status;
   }
+  if (CallRecord* const record = call.record; record != nullptr) {
+    if (record->calls++ == 0) {
+      record->operation = std::string(operation);
+      record->channel = name_;
+      record->purpose = call.purpose;
+      record->dtype = dtype;
+      record->sequence = sequence_;
+      record->met = met_;
+    }
+    record->in_elements += moved.in;
+    record->out_elements += moved.out;
+    if (status.ok()) record->bytes_sent += bytes;
+  }
+  met_ = absl::InfinitePast();
+  return status;
+}
+
+absl::Status Communicator::Refuse(absl::Status status) {
+  failure_ = status;
   return status;
 }
 

@@ -43,13 +43,32 @@ enum class ReduceOp : uint8_t { kSum, kMax };
 
 constexpr absl::string_view Name(ReduceOp op) { return op == ReduceOp::kSum ? "sum" : "max"; }
 
+// What a call did, for traces. A record that several calls were given holds the first one's times
+// and names, and the sums of their counts.
+struct CallRecord {
+  int calls = 0;
+  std::string operation;  // "all_gather", ...
+  std::string channel;    // the communicator's name
+  Purpose purpose = Purpose::kControl;
+  DType dtype = DType::kByte;
+  int64_t sequence = 0;      // on the channel, from 1
+  int64_t in_elements = 0;   // what this rank brought
+  int64_t out_elements = 0;  // what it got
+  int64_t bytes_sent = 0;    // as the ledger counts them
+  // When all ranks had entered the call: from then on data moved. Only where ranks meet on the
+  // host; InfinitePast otherwise, and for a call in which they did not meet.
+  absl::Time met = absl::InfinitePast();
+};
+
 // Who asks, and why. `unit` names the engine's unit in errors and traces. `native_stream` is the
 // device stream on which an asynchronous backend enqueues the call (a cudaStream_t); CPU backends
-// ignore it and return when the call's result is in memory.
+// ignore it and return when the call's result is in memory. `record`, which may be null, is filled
+// in before the call returns.
 struct CallInfo {
   Purpose purpose = Purpose::kControl;
   std::string unit;
   void* native_stream = nullptr;
+  CallRecord* record = nullptr;
 };
 
 // One tensor of an all-gather. `send` holds counts[rank] elements; `recv` holds the sum of counts,
@@ -147,10 +166,8 @@ class Communicator {
         ledger_(ledger),
         link_(link) {}
 
-  // A backend that is given a link calls this in every call as soon as all ranks have entered it.
-  void AllArrived() {
-    if (link_ != nullptr) met_ = absl::Now();
-  }
+  // A backend whose ranks meet on the host calls this in every call as soon as all have entered it.
+  void AllArrived() { met_ = absl::Now(); }
 
   // What every backend call carries; ranks agree when their fingerprints are equal. `text` says in
   // words all that the ranks must agree on (operation, unit, purpose, type, counts, root) and is
@@ -191,18 +208,28 @@ class Communicator {
   virtual absl::Status DoBarrier(const CallInfo& call, const Fingerprint& fingerprint) = 0;
 
  private:
+  // How much a call moves, in elements.
+  struct Moved {
+    int64_t in = 0, out = 0;
+    int64_t sent = 0;
+    int hops = 0;  // messages of a ring that wait for one another
+  };
+
   // The fingerprint of the next call.
   Fingerprint Identify(std::string text);
   // Enters a successful call in the ledger and lets the link's time pass, or keeps the first error
-  // for later calls. `hops`: messages of a ring that wait for one another.
-  absl::Status Finish(const CallInfo& call, int64_t bytes, int hops, absl::Status status);
+  // for later calls. Fills in the call's record.
+  absl::Status Finish(absl::string_view operation, const CallInfo& call, DType dtype,
+                      const Moved& moved, absl::Status status);
+  // A call whose arguments are wrong.
+  absl::Status Refuse(absl::Status status);
 
   const std::string name_;
   const int rank_;
   const int world_size_;
   ByteLedger* const ledger_;
   Link* const link_;
-  absl::Time met_;  // when all ranks had entered the call; only with a link
+  absl::Time met_ = absl::InfinitePast();  // when all ranks had entered the call
   int64_t sequence_ = 0;
   absl::Status failure_;  // of the first call that failed
 };

@@ -126,6 +126,7 @@ absl::Status Muon::MakeBlocks(const ParameterTable& table, absl::Span<const int>
     for (int i = 0; i < count; ++i) {
       Block block = {.id = id,
                      .name = count == 1 ? spec.name : absl::StrCat(spec.name, "[", i, "]"),
+                     .unit = table.unit_name(table[id].unit),
                      .rows = {i * rows, (i + 1) * rows},
                      .cols = spec.cols,
                      .scale = ScaleOf(config_.scale, rows, spec.cols),
@@ -161,6 +162,10 @@ void Muon::MakeBatches(const ParameterTable& table, absl::Span<const int> positi
   }
   batch_done_.resize(batches_.size());
   for (Batch& batch : batches_) {
+    batch.unit = blocks_[batch.blocks.front()].unit;
+    for (const int i : batch.blocks) {
+      if (blocks_[i].unit != batch.unit) batch.unit.clear();
+    }
     batch.name = absl::StrJoin(batch.blocks, ", ", [this](std::string* out, int i) {
       absl::StrAppend(out, blocks_[i].name);
     });
@@ -244,9 +249,11 @@ absl::Status Muon::Update(const Unit& unit, const StepParams& params, const Even
 }
 
 void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
+  const RecordedUnit recorded(device_.recorder(), batch.unit, Phase::kUpdate);
   gather_->Wait(slot.free);
   for (const Placed& placed : batch.placed) {
     const Block& block = *placed.block;
+    const RecordedUnit recorded_block(device_.recorder(), block.unit, Phase::kUpdate);
     kernels_->Momentum(*gather_,
                        Rows(shards_[block.id].gradient, block.offset, block.momentum.rows),
                        block.momentum, static_cast<float>(config_.momentum), config_.nesterov,
@@ -257,6 +264,7 @@ void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
   newton_schulz_->Wait(gather_->Record());
   for (const Placed& placed : batch.placed) {
     if (!Orthogonalizes(*placed.block)) continue;
+    const RecordedUnit recorded_block(device_.recorder(), placed.block->unit, Phase::kUpdate);
     const NewtonSchulz& newton_schulz = placed.block->newton_schulz;
     const Event start = newton_schulz_->Record();
     newton_schulz.Enqueue(*kernels_, *newton_schulz_, placed.whole, placed.whole, workspace_.f32());
@@ -270,6 +278,7 @@ void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
   const double lr = config_.lr * params.lr_scale;
   for (const Placed& placed : batch.placed) {
     const Block& block = *placed.block;
+    const RecordedUnit recorded_block(device_.recorder(), block.unit, Phase::kUpdate);
     kernels_->ApplyUpdate(*scatter_,
                           Rows(shards_[block.id].value, block.offset, block.momentum.rows),
                           placed.local, static_cast<float>(lr * block.scale),
@@ -299,8 +308,9 @@ void Muon::EnqueueGather(const Batch& batch) {
       for (size_t i = 0; i < batch.placed.size(); ++i) {
         parts.push_back({batch.placed[i].local.data, batch.placed[i].whole.data, counts[i]});
       }
-      return gather_channel_->AllGather({Purpose::kOptimizer, batch.name, context.native_stream},
-                                        config_.wire, parts);
+      return gather_channel_->AllGather(
+          {Purpose::kOptimizer, batch.name, context.native_stream, context.call}, config_.wire,
+          parts);
     });
     return;
   }
@@ -311,8 +321,9 @@ void Muon::EnqueueGather(const Batch& batch) {
       rows[placed.block->owner] = {placed.local.data, placed.local.size()};
       if (placed.block->owner == group_.rank()) whole = Segments(placed);
     }
-    return gather_channel_->AllToAll({Purpose::kOptimizer, batch.name, context.native_stream},
-                                     config_.wire, rows, whole);
+    return gather_channel_->AllToAll(
+        {Purpose::kOptimizer, batch.name, context.native_stream, context.call}, config_.wire, rows,
+        whole);
   });
 }
 
@@ -331,8 +342,8 @@ void Muon::EnqueueScatter(const Batch& batch) {
     scatter_->Enqueue(info, [this, &batch](const OpContext& context) -> absl::Status {
       for (const Placed& placed : batch.placed) {
         DIM0_RETURN_IF_ERROR(scatter_channel_->Broadcast(
-            {Purpose::kOptimizer, placed.block->name, context.native_stream}, config_.wire,
-            placed.whole.data, placed.whole.size(), placed.block->owner));
+            {Purpose::kOptimizer, placed.block->name, context.native_stream, context.call},
+            config_.wire, placed.whole.data, placed.whole.size(), placed.block->owner));
       }
       return absl::OkStatus();
     });
@@ -349,8 +360,9 @@ void Muon::EnqueueScatter(const Batch& batch) {
         whole[rank] = {segments[rank].data, segments[rank].count};
       }
     }
-    return scatter_channel_->AllToAll({Purpose::kOptimizer, batch.name, context.native_stream},
-                                      config_.wire, whole, rows);
+    return scatter_channel_->AllToAll(
+        {Purpose::kOptimizer, batch.name, context.native_stream, context.call}, config_.wire, whole,
+        rows);
   });
 }
 

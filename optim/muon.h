@@ -81,6 +81,7 @@ class Muon : public Optimizer {
   struct Block {
     int id = 0;
     std::string name;
+    std::string unit;
     RowRange rows;  // of the parameter
     int64_t cols = 0;
     double scale = 1;
@@ -106,6 +107,7 @@ class Muon : public Optimizer {
     int last_unit_position = 0;  // in the update order: by then all gradients have come
     std::vector<Placed> placed;
     std::string name;
+    std::string unit;  // of its blocks; empty if they are of several
   };
 
   struct Slot {

@@ -163,7 +163,7 @@ void ShardedRmnp::Step(const RmnpBuffers& buffers, const StepParams& params, con
                     .bytes = static_cast<double>(sums_.bytes())},
                    [this](const OpContext& context) {
                      return communicator_->AllReduce(
-                         {Purpose::kOptimizer, "rmnp", context.native_stream}, DType::kFloat32,
+                         {Purpose::kOptimizer, "rmnp", context.native_stream, context.call}, DType::kFloat32,
                          ReduceOp::kSum, sums_.data(), layout_.shared_sums);
                    });
   if (!cut.empty()) kernels_->RmnpApply(*stream_, std::move(cut), arguments);

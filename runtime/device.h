@@ -35,6 +35,7 @@ class Device {
 
   // Streams made from now on report their ops to `recorder`, which outlives them; null: to nobody.
   void SetRecorder(OpRecorder* recorder) { recorder_ = recorder; }
+  OpRecorder* recorder() const { return recorder_; }
 
   // Zero-filled memory aligned to at least 64 bytes. Error: ResourceExhausted. `bytes` > 0.
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;

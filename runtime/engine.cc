@@ -216,6 +216,24 @@ absl::Status Engine::Start(uint64_t seed) {
   return absl::OkStatus();
 }
 
+int64_t Engine::BytesOf(const UnitState& state) const {
+  return table_.unit_elements(state.unit.index) * static_cast<int64_t>(sizeof(float));
+}
+
+MemoryUse Engine::LiveBetweenSteps() const {
+  MemoryUse use = allocator_.current();
+  const auto take = [&use](MemoryPurpose purpose, const Slot& slot) {
+    use.bytes[static_cast<int>(purpose)] -= slot.buffer.bytes();
+  };
+  for (const UnitState& state : units_) {
+    take(MemoryPurpose::kGathered, state.own_gathered);
+    take(MemoryPurpose::kCommunication, state.own_gradient);
+  }
+  for (const Slot& slot : gathered_slots_) take(MemoryPurpose::kGathered, slot);
+  for (const Slot& slot : gradient_slots_) take(MemoryPurpose::kCommunication, slot);
+  return use;
+}
+
 Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {
   Views views;
   int64_t offset = 0;
@@ -227,11 +245,14 @@ Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {
   return views;
 }
 
-Engine::Gathered Engine::Gather(UnitState& state) {
+Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
   Slot* const slot = state.stays ? &state.own_gathered
                                  : &gathered_slots_[next_gathered_slot_++ % gathered_slots_.size()];
+  const std::string& name = table_.unit_name(state.unit.index);
+  const RecordedUnit recorded(device_.recorder(), name, phase);
   all_gather_->Wait(slot->free);
   if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
+  all_gather_->CountLive(MemoryPurpose::kGathered, BytesOf(state));
 
   const Views whole = ViewsOf(state, *slot);
   std::vector<AllGatherPart> parts;
@@ -240,21 +261,22 @@ Engine::Gathered Engine::Gather(UnitState& state) {
                      .recv = whole[i].data,
                      .counts = state.counts[i]});
   }
-  const std::string& name = table_.unit_name(state.unit.index);
   all_gather_->Enqueue({.name = absl::StrCat("all_gather ", name),
                         .kind = OpKind::kCollective,
                         .bytes = 4.0 * table_.unit_elements(state.unit.index)},
                        [this, name, parts = std::move(parts)](const OpContext& context) {
                          return parameter_channel_->AllGather(
-                             {Purpose::kParameter, name, context.native_stream}, DType::kFloat32,
-                             parts);
+                             {Purpose::kParameter, name, context.native_stream, context.call},
+                             DType::kFloat32, parts);
                        });
   return {slot, all_gather_->Record()};
 }
 
 void Engine::IssueGathers(int64_t limit) {
   while (gathered_.size() < std::min<size_t>(limit, gather_order_.size())) {
-    gathered_.push_back(Gather(units_[gather_order_[gathered_.size()]]));
+    const size_t next = gathered_.size();
+    gathered_.push_back(Gather(units_[gather_order_[next]],
+                               next < forward_gathers_ ? Phase::kForward : Phase::kBackward));
   }
 }
 
@@ -269,6 +291,7 @@ void Engine::Unshard(UnitState& state, bool gathers_here) {
 
 void Engine::Reshard(UnitState& state) {
   DIM0_CHECK(state.gathered != nullptr);
+  compute_->CountLive(MemoryPurpose::kGathered, -BytesOf(state));
   state.gathered->free = compute_->Record();
   state.gathered = nullptr;
 }
@@ -279,6 +302,7 @@ void Engine::AcquireGradient(UnitState& state) {
   state.gradient =
       own ? &state.own_gradient : &gradient_slots_[next_gradient_slot_++ % gradient_slots_.size()];
   compute_->Wait(state.gradient->free);
+  compute_->CountLive(MemoryPurpose::kCommunication, BytesOf(state));
 }
 
 void Engine::ReduceScatter(UnitState& state, bool accumulate) {
@@ -297,9 +321,10 @@ void Engine::ReduceScatter(UnitState& state, bool accumulate) {
                             .bytes = 4.0 * table_.unit_elements(state.unit.index)},
                            [this, name, parts = std::move(parts)](const OpContext& context) {
                              return gradient_channel_->ReduceScatter(
-                                 {Purpose::kGradient, name, context.native_stream}, DType::kFloat32,
-                                 parts);
+                                 {Purpose::kGradient, name, context.native_stream, context.call},
+                                 DType::kFloat32, parts);
                            });
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -BytesOf(state));
   state.gradient->free = reduce_scatter_->Record();
   state.gradient = nullptr;
 }
@@ -317,13 +342,18 @@ void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool l
   const int num_stages = static_cast<int>(stages.size());
   auto* loss_sum = static_cast<double*>(stats_.data()) + kLoss;
 
-  // A unit is gathered at its first stage in each direction, unless it stays.
+  // A unit is gathered at its first stage in each direction. One that stays is gathered once in a
+  // step: its parameters are the same in every micro-batch.
+  const auto gathered_in_forward = [&](const UnitState& state, int s) {
+    return s == state.first_stage && (first || !state.stays);
+  };
   gather_order_.clear();
   gathered_.clear();
   gathers_used_ = 0;
   for (int s = 0; s < num_stages; ++s) {
-    if (units_[stages[s].unit].first_stage == s) gather_order_.push_back(stages[s].unit);
+    if (gathered_in_forward(units_[stages[s].unit], s)) gather_order_.push_back(stages[s].unit);
   }
+  forward_gathers_ = gather_order_.size();
   for (int s = num_stages - 1; training && s >= 0; --s) {
     const UnitState& state = units_[stages[s].unit];
     if (state.last_stage == s && !state.stays) gather_order_.push_back(stages[s].unit);
@@ -332,7 +362,9 @@ void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool l
   model_.Begin(*compute_, batch, gradient_scale);
   for (int s = 0; s < num_stages; ++s) {
     UnitState& state = units_[stages[s].unit];
-    Unshard(state, s == state.first_stage);
+    const RecordedUnit recorded(device_.recorder(), table_.unit_name(stages[s].unit),
+                                Phase::kForward);
+    Unshard(state, gathered_in_forward(state, s));
     model_.Forward(s, ViewsOf(state, *state.gathered), training, loss_sum, *compute_);
     if (s == state.last_stage && !(training && state.stays)) Reshard(state);
   }
@@ -341,13 +373,15 @@ void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool l
   const bool reduce = last || options_.sync_every_micro_batch;
   for (int s = num_stages - 1; s >= 0; --s) {
     UnitState& state = units_[stages[s].unit];
+    const RecordedUnit recorded(device_.recorder(), table_.unit_name(stages[s].unit),
+                                Phase::kBackward);
     Unshard(state, s == state.last_stage && !state.stays);
     AcquireGradient(state);
     const bool accumulate = !first && !options_.sync_every_micro_batch;
     model_.Backward(s, ViewsOf(state, *state.gathered), ViewsOf(state, *state.gradient), accumulate,
                     *compute_);
     if (s != state.first_stage) continue;
-    Reshard(state);
+    if (last || !state.stays) Reshard(state);
     if (reduce) ReduceScatter(state, /*accumulate=*/!first && options_.sync_every_micro_batch);
     if (last) reduced(state);
   }
@@ -363,6 +397,8 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
   step.gradient_scale = gradient_scale_.f32();
   absl::Status update_status;
   const auto update = [&](UnitState& state, const Event& ready) {
+    const RecordedUnit recorded(device_.recorder(), table_.unit_name(state.unit.index),
+                                Phase::kUpdate);
     if (update_status.ok()) update_status = optimizer_->Update(state.unit, step, ready);
   };
   device_.Zero(*compute_, stats, sizeof(double));
@@ -392,8 +428,8 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
                            [this, counts](const OpContext& context) {
                              const AllGatherPart part = {stats_.data(), all_stats_.data(), counts};
                              return control_channel_->AllGather(
-                                 {Purpose::kControl, "stats", context.native_stream}, DType::kByte,
-                                 {&part, 1});
+                                 {Purpose::kControl, "stats", context.native_stream, context.call},
+                                 DType::kByte, {&part, 1});
                            });
   if (options_.clip > 0) {
     device_.ClipScale(*reduce_scatter_, all_stats + kSquares, group_.world_size(), stats_size_,
@@ -481,7 +517,7 @@ absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, float*
   reduce_scatter_->Enqueue(
       {.name = "gather", .kind = OpKind::kCollective}, [&](const OpContext& context) {
         return control_channel_->Gather(
-            {Purpose::kControl, table_[parameter].spec.name, context.native_stream},
+            {Purpose::kControl, table_[parameter].spec.name, context.native_stream, context.call},
             DType::kFloat32, shard.data, whole, state.counts[position], /*root=*/0);
       });
   absl::Status status = reduce_scatter_->Synchronize();
@@ -494,8 +530,9 @@ absl::StatusOr<std::vector<std::string>> Engine::Exchange(const std::string& min
   reduce_scatter_->Enqueue(
       {.name = "all_gather exchange", .kind = OpKind::kCollective}, [&](const OpContext& context) {
         const AllGatherPart part = {mine.data(), all.data(), counts};
-        return control_channel_->AllGather({Purpose::kControl, "exchange", context.native_stream},
-                                           DType::kByte, {&part, 1});
+        return control_channel_->AllGather(
+            {Purpose::kControl, "exchange", context.native_stream, context.call}, DType::kByte,
+            {&part, 1});
       });
   if (absl::Status status = reduce_scatter_->Synchronize(); !status.ok()) {
     return Fail(std::move(status));

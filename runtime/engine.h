@@ -9,7 +9,8 @@
 // Everything is enqueued; the host blocks once a step, where the loss and the norm are read. All
 // memory is allocated by Create, so the plan is the peak:
 //   gathered       `prefetch` + 1 slots of the largest unit, and a buffer for each unit that stays
-//                  (those that serve several stages; all of them without reshard_after_forward)
+//                  from its first use in a step to its last (those that serve several stages; all
+//                  of them without reshard_after_forward)
 //   communication  2 slots for unsharded gradients (one filling, one being reduced) and a buffer
 //   for
 //                  each unit that serves several stages; with sync_every_micro_batch off, a buffer
@@ -39,7 +40,8 @@
 namespace dim0 {
 
 struct EngineOptions {
-  // Free a unit's gathered parameters after its forward and gather them again for backward.
+  // Free a unit's gathered parameters after its forward and gather them again for backward, in
+  // every micro-batch; otherwise they stay gathered through the step.
   bool reshard_after_forward = true;
   // How many all-gathers may be in flight beyond the unit being computed.
   int prefetch = 1;
@@ -106,6 +108,10 @@ class Engine {
   // Waits for everything enqueued; the optimizer's work included.
   absl::Status Synchronize();
 
+  // What is allocated less the buffers of gathered units and of gradients on their way, which hold
+  // live data during steps only; Stream::CountLive counts from here.
+  MemoryUse LiveBetweenSteps() const;
+
  private:
   // Where a unit's whole parameters or gradients lie: views into a buffer, in unit order.
   using Views = std::vector<Tensor>;
@@ -129,7 +135,7 @@ class Engine {
     int first_stage = 0;                       // forward stages [first, last] use it
     int last_stage = 0;
     bool several_stages = false;
-    bool stays = false;        // keeps its gathered buffer from forward to backward
+    bool stays = false;        // keeps its gathered buffer through the step
     Slot own_gathered;         // used if `stays`
     Slot own_gradient;         // used if it does not share the gradient slots
     Slot* gathered = nullptr;  // where compute finds it; null when resharded
@@ -141,13 +147,14 @@ class Engine {
   absl::Status Allocate();
   absl::Status OpenChannels();
   Views ViewsOf(const UnitState& state, const Slot& slot) const;
+  int64_t BytesOf(const UnitState& state) const;
 
   // One pass over the stages: forward, and backward if `training`.
   void RunMicroBatch(const Batch& batch, bool training, bool first, bool last, float gradient_scale,
                      const std::function<void(UnitState&)>& reduced);
   // Issues all-gathers in visiting order up to `limit` of them in this micro-batch.
   void IssueGathers(int64_t limit);
-  Gathered Gather(UnitState& state);
+  Gathered Gather(UnitState& state, Phase phase);
   // Makes compute wait for the unit; with `gathers_here` for the next all-gather in order.
   void Unshard(UnitState& state, bool gathers_here);
   void Reshard(UnitState& state);
@@ -188,6 +195,7 @@ class Engine {
 
   // The order of a micro-batch's all-gathers, and how far it has come.
   std::vector<int> gather_order_;   // units
+  size_t forward_gathers_ = 0;      // those at its beginning that forward is for
   std::vector<Gathered> gathered_;  // those issued
   int gathers_used_ = 0;
 

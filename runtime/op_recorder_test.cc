@@ -21,7 +21,8 @@ absl::Time At(int milliseconds) {
 }
 
 void Add(StreamRecord* stream, OpKind kind, int begin, int end) {
-  stream->Add({.name = "op", .kind = kind}, At(begin), At(end));
+  stream->Add(RecordedOp{
+      .info = {.name = "op", .kind = kind}, .begin = At(begin), .end = At(end)});
 }
 
 TEST(OpRecorder, HoldsEveryOpOfEveryStreamInOrderWithItsInfoAndTimes) {

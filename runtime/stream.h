@@ -4,13 +4,17 @@
 #ifndef DIM0_RUNTIME_STREAM_H_
 #define DIM0_RUNTIME_STREAM_H_
 
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "collectives/communicator.h"
+#include "runtime/memory_purpose.h"
 
 namespace dim0 {
 
@@ -25,20 +29,37 @@ struct OpInfo {
   double bytes = 0;
 };
 
-// What a running op is given: the native stream, for backends that enqueue on one (null on CPU).
+// What a running op is given: the native stream, for backends that enqueue on one (null on CPU),
+// and where a collective says what it did (null unless it is traced). Both are handed on in the
+// collective's CallInfo.
 struct OpContext {
   void* native_stream = nullptr;
+  CallRecord* call = nullptr;
+};
+
+// Where in a trace a point lies: behind this op of this stream. No op: the trace has none there.
+struct TracePoint {
+  int64_t op = 0;
+  std::string stream;
 };
 
 // One recorded point of one stream. Thread-safe.
 class EventPoint {
  public:
   virtual ~EventPoint() = default;
+  // Empty unless the stream was being recorded.
+  const TracePoint& trace_point() const { return trace_point_; }
   // Blocks the calling thread until the stream has passed the point. Returns the error that had
   // failed the stream by then, if any.
   virtual absl::Status Wait() = 0;
   // When the stream passed the point; only after Wait has returned.
   virtual absl::Time time() const = 0;
+
+ protected:
+  explicit EventPoint(TracePoint trace_point) : trace_point_(std::move(trace_point)) {}
+
+ private:
+  const TracePoint trace_point_;
 };
 
 // A set of points, all of which must have passed. A default-constructed Event has passed. Copies
@@ -89,6 +110,10 @@ class Stream {
 
   // A point after all that has been enqueued so far.
   virtual Event Record() = 0;
+
+  // For traces, and free without one: once the stream gets here, `bytes` more of what `purpose` has
+  // allocated hold live data, or fewer if negative.
+  virtual void CountLive(MemoryPurpose /*purpose*/, int64_t /*bytes*/) {}
 
   // Blocks the host until the queue is empty; returns the first error.
   virtual absl::Status Synchronize() = 0;

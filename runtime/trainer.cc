@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -21,6 +23,8 @@
 #include "runtime/diagnostics.h"
 #include "runtime/run_files.h"
 #include "runtime/safetensors.h"
+#include "runtime/trace/trace_file.h"
+#include "runtime/trace/trace_report.h"
 #include "spdlog/spdlog.h"
 
 namespace dim0 {
@@ -87,12 +91,14 @@ class BatchBuffers {
 // One rank's run. Rank 0 also writes the logs and the files.
 class RankRun {
  public:
+  // `trace_failed` is all ranks': the first to raise it says why.
   RankRun(const TrainerOptions& options, const Workload& workload, const Dataset& dataset,
-          ProcessGroup& group)
+          ProcessGroup& group, std::atomic<bool>& trace_failed)
       : options_(options),
         workload_(workload),
         dataset_(dataset),
         group_(group),
+        trace_failed_(trace_failed),
         val_sequences_(std::min(dataset.val_sequences(), options.val_sequences)),
         train_batches_(options.grad_accum, options.batch, options.seq_len),
         val_batches_(ValidationRounds(), options.batch, options.seq_len) {
@@ -118,6 +124,14 @@ class RankRun {
     return Finish();
   }
 
+  // After a run that failed, and has told the other ranks.
+  void SaveTraceOfFailure() {
+    if (!tracer_ || engine_ == nullptr) return;
+    (void)engine_->Synchronize();
+    tracer_->CutShort();
+    SaveTrace();
+  }
+
  private:
   bool leads() const { return group_.rank() == 0; }
   const char* DivergenceAdvice() const {
@@ -129,6 +143,7 @@ class RankRun {
     DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank));
     allocator_.emplace(device_.get());
     DIM0_ASSIGN_OR_RETURN(model_, workload_.make_model(*device_));
+    StartTracer();
     DIM0_ASSIGN_OR_RETURN(optimizer_, workload_.make_optimizer(*device_, group_));
     DIM0_RETURN_IF_ERROR(
         model_->Allocate(*allocator_, options_.batch, options_.seq_len, /*training=*/true));
@@ -147,12 +162,41 @@ class RankRun {
     return absl::OkStatus();
   }
 
+  // Before the first stream is made.
+  void StartTracer() {
+    if (options_.trace.dir.empty()) return;
+    namespace fs = std::filesystem;
+    const ParameterTable table(model_->units());
+    std::error_code error;
+    const fs::path metrics =
+        fs::relative(fs::path(options_.run_dir) / "metrics.jsonl", options_.trace.dir, error);
+    tracer_.emplace(options_.trace, RankTrace{.rank = group_.rank(),
+                                              .world_size = group_.world_size(),
+                                              .backend = "gloo",
+                                              .model = absl::StrCat(absl::Hex(table.Hash())),
+                                              .parameters = table.elements(),
+                                              .flags = workload_.flags,
+                                              .metrics = error ? "" : metrics.string()});
+    device_->SetRecorder(tracer_->recorder());
+  }
+
+  void SaveTrace() {
+    const absl::Status status = tracer_->Write(engine_->LiveBetweenSteps());
+    if (status.ok() || trace_failed_.exchange(true)) return;
+    spdlog::warn("warning: rank {} has no trace: {}; training goes on without", group_.rank(),
+                 status.message());
+  }
+
   int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
   double FlopsFraction(double seconds) const {
     return tokens_per_step() * model_->FlopsPerToken(options_.seq_len) / seconds / matmul_rate_;
   }
 
   absl::Status Step(int64_t step) {
+    if (tracer_ && tracer_->first(step)) {
+      DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+      clock_ = absl::Now();
+    }
     int64_t index = (step - 1) * options_.sequences_per_step() + group_.rank() * options_.batch;
     for (int64_t micro = 0; micro < options_.grad_accum; ++micro) {
       for (int64_t b = 0; b < options_.batch; ++b) {
@@ -170,6 +214,7 @@ class RankRun {
       clock_ += absl::Now() - start;
     }
     const double factor = workload_.lr_factor(step);
+    if (tracer_) tracer_->BeginStep(step);
     absl::StatusOr<StepResult> result =
         engine_->TrainStep(train_batches_.batches(), tokens_per_step(),
                            {.step = step, .lr_scale = factor}, options_.stop);
@@ -185,16 +230,22 @@ class RankRun {
     ++steps_since_diagnostics_;
     if (result->clipped) ++clipped_since_diagnostics_;
     // The last step's update has no next step to be counted in.
-    if (measured || stopped_ || step == options_.steps) {
+    const bool last_traced = tracer_ && tracer_->last(step);
+    if (measured || stopped_ || last_traced || step == options_.steps) {
       DIM0_RETURN_IF_ERROR(engine_->Synchronize());
     }
 
     const absl::Time now = absl::Now();
     const double seconds = absl::ToDoubleSeconds(now - clock_);
+    if (tracer_) tracer_->EndStep(step, clock_, now);
     clock_ = now;
     step_seconds_.push_back(seconds);
     forward_backward_seconds_.push_back(absl::ToDoubleSeconds(result->forward_backward));
     if (leads()) DIM0_RETURN_IF_ERROR(Log(step, *result, seconds, factor));
+    if (last_traced) {
+      SaveTrace();
+      clock_ = absl::Now();
+    }
     return measured ? Diagnose(step) : absl::OkStatus();
   }
 
@@ -293,6 +344,7 @@ class RankRun {
 
   absl::StatusOr<TrainingSummary> Finish() {
     DIM0_RETURN_IF_ERROR(engine_->Synchronize());
+    if (tracer_) SaveTrace();
     struct Figures {
       MemoryUse peak;
       BytesSent sent;
@@ -438,11 +490,13 @@ class RankRun {
   const Workload& workload_;
   const Dataset& dataset_;
   ProcessGroup& group_;
+  std::atomic<bool>& trace_failed_;
   const int64_t val_sequences_;  // all ranks together
   BatchBuffers train_batches_;
   BatchBuffers val_batches_;
 
-  // In this order: the engine goes first, the device last.
+  // In this order: the engine goes first, the device and what records its streams last.
+  std::optional<Tracer> tracer_;  // none without a trace
   std::unique_ptr<Device> device_;
   std::optional<Allocator> allocator_;
   std::unique_ptr<Model> model_;
@@ -463,6 +517,13 @@ class RankRun {
   std::vector<double> step_seconds_;
   std::vector<double> forward_backward_seconds_;
 };
+
+// What the traces of all ranks say, for the terminal.
+absl::StatusOr<std::string> ReportOfTraces(const std::string& dir) {
+  DIM0_ASSIGN_OR_RETURN(const std::vector<RankTrace> traces, ReadTraces(dir));
+  DIM0_ASSIGN_OR_RETURN(const TraceReport report, AnalyzeTraces(traces));
+  return FormatReport(report);
+}
 
 }  // namespace
 
@@ -510,11 +571,18 @@ std::string MemoryTable(const std::vector<MemoryUse>& ranks) {
   return table;
 }
 
-absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workload& workload,
+absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workload& workload,
                                       const Dataset& dataset) {
+  TrainerOptions options = given;
   DIM0_ASSIGN_OR_RETURN(const RunDirLock lock, RunDirLock::Acquire(options.run_dir));
   DIM0_ASSIGN_OR_RETURN(const std::string previous, PrepareRunDir(options.run_dir));
   if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
+  if (!options.trace.dir.empty()) {
+    if (const absl::Status ready = PrepareTraceDir(options.trace.dir); !ready.ok()) {
+      spdlog::warn("warning: no trace: {}; training goes on without", ready.message());
+      options.trace.dir.clear();
+    }
+  }
   DIM0_ASSIGN_OR_RETURN(const auto groups,
                         CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout,
                                                           .link = options.link}));
@@ -522,22 +590,34 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& options, const Workl
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it
   TrainingSummary summary;
+  std::atomic<bool> trace_failed = false;
   std::vector<std::thread> threads;
   for (const std::unique_ptr<ProcessGroup>& group : groups) {
     threads.emplace_back([&, group = group.get()] {
-      RankRun run(options, workload, dataset, *group);
+      RankRun run(options, workload, dataset, *group, trace_failed);
       absl::StatusOr<TrainingSummary> result = run.Run();
-      std::lock_guard<std::mutex> lock(mutex);
-      if (!result.ok()) {
-        if (first_error.ok()) first_error = result.status();
-        group->Abort(result.status());
-      } else if (group->rank() == 0) {
-        summary = *result;
+      {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (!result.ok()) {
+          if (first_error.ok()) first_error = result.status();
+          group->Abort(result.status());
+        } else if (group->rank() == 0) {
+          summary = *result;
+        }
       }
+      if (!result.ok()) run.SaveTraceOfFailure();
     });
   }
   for (std::thread& thread : threads) thread.join();
   if (!first_error.ok()) return first_error;
+  if (!options.trace.dir.empty() && !trace_failed) {
+    absl::StatusOr<std::string> report = ReportOfTraces(options.trace.dir);
+    if (report.ok()) {
+      summary.trace_report = *std::move(report);
+    } else {
+      spdlog::warn("warning: nothing to report of the trace: {}", report.status().message());
+    }
+  }
   return summary;
 }
 

@@ -6,6 +6,9 @@
 // RUN_DIR/summary.json        the run's figures, written when it ends
 // RUN_DIR/model.safetensors   the final weights, written when it ends
 // An earlier run's files in the same folder are moved to RUN_DIR/previous-N, never overwritten.
+// TRACE_DIR/rankR.json        each rank's trace, if asked for, written after the last traced step
+// or
+//                             the step that failed. A trace that cannot be written costs a warning.
 #ifndef DIM0_RUNTIME_TRAINER_H_
 #define DIM0_RUNTIME_TRAINER_H_
 
@@ -28,6 +31,7 @@
 #include "runtime/engine.h"
 #include "runtime/model.h"
 #include "runtime/optimizer.h"
+#include "runtime/trace/tracer.h"
 
 namespace dim0 {
 
@@ -69,6 +73,7 @@ struct TrainerOptions {
   int64_t log_every = 1;          // steps between lines on the terminal
   int64_t diagnostics_every = 0;  // steps between diagnostics; 0: none
   std::string run_dir;
+  TraceOptions trace;
 
   // Raised from outside (a signal handler, say) to end after the step in progress. May be null.
   const std::atomic<bool>* stop = nullptr;
@@ -93,6 +98,8 @@ struct TrainingSummary {
   double newton_schulz_imbalance_predicted = 1;
   double newton_schulz_imbalance_measured = 1;
   double newton_schulz_flops_fraction = 0;  // of the SGEMM rate
+
+  std::string trace_report;  // for the terminal; empty if nothing was traced
 };
 
 // Every rank's memory, by purpose: made by running the allocations of a run without allocating.

@@ -20,9 +20,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "model/gpt2.h"
 #include "optim/factory.h"
@@ -108,7 +110,11 @@ ABSL_FLAG(bool, recompute, false,
           "keep only each block's input and run its forward again in backward");
 ABSL_FLAG(absl::Duration, collective_timeout, absl::Minutes(10),
           "how long a rank waits for the others in one collective");
-
+ABSL_FLAG(std::string, trace, "",
+          "folder for a trace of every rank, for trace_report and ui.perfetto.dev; empty: none");
+ABSL_FLAG(
+    std::string, trace_steps, "",
+    "first and last step of the trace, as in 3:5; empty: all steps, as long as there is room");
 ABSL_FLAG(std::string, link, "",
           "what the ranks pretend to be connected by: GB/s and microseconds a hop (12.5,10), or "
           "pcie4, pcie5, nvlink4, 10gbe, 100gbe, 400gbe; empty: as fast as memory");
@@ -192,6 +198,25 @@ void WarnOfFlagsWithoutEffect(const std::string& optimizer) {
     spdlog::warn("warning: --{} has no effect with --optimizer={}; it is {}'s", name, optimizer,
                  absl::StrJoin(optimizers, "'s and "));
   }
+}
+
+// --trace and --trace_steps.
+absl::StatusOr<TraceOptions> TraceFromFlags() {
+  TraceOptions trace = {.dir = absl::GetFlag(FLAGS_trace)};
+  const std::string steps = absl::GetFlag(FLAGS_trace_steps);
+  if (steps.empty()) return trace;
+  const std::vector<absl::string_view> ends = absl::StrSplit(steps, ':');
+  if (ends.size() != 2 || !absl::SimpleAtoi(ends[0], &trace.first_step) ||
+      !absl::SimpleAtoi(ends[1], &trace.last_step) || trace.first_step < 1 ||
+      trace.last_step < trace.first_step || trace.last_step > absl::GetFlag(FLAGS_steps)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--trace_steps=", steps,
+        " is no range of steps; give first:last within 1:", absl::GetFlag(FLAGS_steps)));
+  }
+  if (trace.dir.empty()) {
+    return absl::InvalidArgumentError("--trace_steps needs --trace=DIR, the folder of the trace");
+  }
+  return trace;
 }
 
 absl::Status AtLeast(absl::string_view flag, double value, double least) {
@@ -359,6 +384,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
         absl::StrCat("runs/", absl::FormatTime("%Y%m%d-%H%M%S", absl::Now(), absl::LocalTimeZone()),
                      "-", optimizer.name);
   }
+  DIM0_ASSIGN_OR_RETURN(trainer.trace, TraceFromFlags());
   trainer.stop = &stop_requested;
 
   setup.data = {.path = absl::GetFlag(FLAGS_data),
@@ -476,7 +502,12 @@ void PrintSummary(const Setup& setup, const TrainingSummary& summary) {
         summary.newton_schulz_flops_fraction, summary.newton_schulz_imbalance_predicted,
         summary.newton_schulz_imbalance_measured);
   }
+  if (!summary.trace_report.empty()) spdlog::info("\n{}", summary.trace_report);
   spdlog::info("run folder: {}", setup.trainer.run_dir);
+  if (!summary.trace_report.empty()) {
+    const std::string& dir = setup.trainer.trace.dir;
+    spdlog::info("trace: {} (to look at it: trace_report --html=FILE {})", dir, dir);
+  }
 }
 
 int Main(int argc, char** argv) {

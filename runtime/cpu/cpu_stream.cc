@@ -12,6 +12,7 @@ namespace {
 
 class CpuEventPoint : public EventPoint {
  public:
+  explicit CpuEventPoint(TracePoint trace_point) : EventPoint(std::move(trace_point)) {}
   absl::Status Wait() override {
     std::unique_lock<std::mutex> lock(mutex_);
     passed_cv_.wait(lock, [this] { return passed_; });
@@ -63,31 +64,66 @@ void CpuStream::Push(Entry entry) {
 }
 
 void CpuStream::Enqueue(OpInfo info, Op op) {
-  Push([this, info = std::move(info), op = std::move(op)](const absl::Status& so_far) {
+  if (!recording()) {
+    Push([op = std::move(op)](const absl::Status& so_far) {
+      return so_far.ok() ? op(OpContext{}) : so_far;
+    });
+    return;
+  }
+  RecordedOp recorded = record_->Launch(std::move(info));
+  last_op_ = recorded.id;
+  Push([this, recorded = std::move(recorded),
+        op = std::move(op)](const absl::Status& so_far) mutable {
     if (!so_far.ok()) return so_far;
-    if (record_ == nullptr) return op(OpContext{});
-    const absl::Time begin = absl::Now();
-    absl::Status status = op(OpContext{});
-    record_->Add(info, begin, absl::Now());
+    recorded.begin = absl::Now();
+    absl::Status status = op(OpContext{.call = &recorded.call});
+    recorded.end = absl::Now();
+    recorded.failed = !status.ok();
+    record_->Add(std::move(recorded));
     return status;
   });
 }
 
 void CpuStream::Wait(const Event& event) {
   if (event.points().empty()) return;
-  Push([event](const absl::Status& so_far) {
+  if (!recording()) {
+    Push([event](const absl::Status& so_far) {
+      absl::Status status = event.Wait();
+      return so_far.ok() ? status : so_far;
+    });
+    return;
+  }
+  Push([this, event, step = record_->step()](const absl::Status& so_far) {
+    const absl::Time begin = absl::Now();
     absl::Status status = event.Wait();
+    const EventPoint* last = event.points().front().get();
+    for (const auto& point : event.points()) {
+      if (point->time() > last->time()) last = point.get();
+    }
+    // Without waiting there is nothing to tell.
+    if (last->time() > begin) {
+      record_->Add(RecordedWait{step, begin, absl::Now(), last->trace_point()});
+    }
     return so_far.ok() ? status : so_far;
   });
 }
 
 Event CpuStream::Record() {
-  auto point = std::make_shared<CpuEventPoint>();
+  auto point =
+      std::make_shared<CpuEventPoint>(recording() ? TracePoint{last_op_, name_} : TracePoint{});
   Push([point](const absl::Status& so_far) {
     point->Pass(so_far);
     return so_far;
   });
   return Event(std::move(point));
+}
+
+void CpuStream::CountLive(MemoryPurpose purpose, int64_t bytes) {
+  if (!recording()) return;
+  Push([this, purpose, bytes, step = record_->step()](const absl::Status& so_far) {
+    record_->Add(RecordedMemory{step, absl::Now(), purpose, bytes});
+    return so_far;
+  });
 }
 
 absl::Status CpuStream::Synchronize() { return Record().Wait(); }

@@ -26,6 +26,7 @@ class CpuStream : public Stream {
   void Enqueue(OpInfo info, Op op) override;
   void Wait(const Event& event) override;
   Event Record() override;
+  void CountLive(MemoryPurpose purpose, int64_t bytes) override;
   absl::Status Synchronize() override;
   const std::string& name() const override { return name_; }
 
@@ -35,8 +36,11 @@ class CpuStream : public Stream {
   void Push(Entry entry);
   void Work();
 
+  bool recording() const { return record_ != nullptr && record_->recording(); }
+
   const std::string name_;
   StreamRecord* const record_;
+  int64_t last_op_ = 0;  // the last one enqueued that is recorded
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<Entry> queue_;
