@@ -702,6 +702,65 @@ TEST_P(CollectiveTest, TheLedgerHoldsTheRingFormulasToTheByte) {
   EXPECT_EQ(reduced, expected_reduced);
 }
 
+TEST_P(CommunicatorTest, ARecordSaysWhatTheCallDidAndAddsUpTheCallsItWasGiven) {
+  Run(3, [](ProcessGroup& group, Communicator& comm) {
+    const int me = comm.rank();
+    const std::vector<int64_t> counts = {4, 1, 0};
+    std::vector<float> shard(4), whole(5), sums(4);
+    const AllGatherPart gather{shard.data(), whole.data(), counts};
+    const ReduceScatterPart reduce{whole.data(), sums.data(), counts};
+
+    CallRecord record;
+    CallInfo call = Call("h.1", Purpose::kGradient);
+    call.record = &record;
+    const absl::Time before = absl::Now();
+    const int64_t sent_before = group.ledger().bytes(Purpose::kGradient);
+    ASSERT_EQ(comm.AllGather(call, DType::kFloat32, {&gather, 1}), absl::OkStatus());
+    EXPECT_EQ(record.calls, 1);
+    EXPECT_EQ(record.operation, "all_gather");
+    EXPECT_EQ(record.channel, comm.name());
+    EXPECT_EQ(record.purpose, Purpose::kGradient);
+    EXPECT_EQ(record.dtype, DType::kFloat32);
+    EXPECT_EQ(record.sequence, 1);
+    EXPECT_EQ(record.in_elements, counts[me]);
+    EXPECT_EQ(record.out_elements, 5);
+    EXPECT_EQ(record.bytes_sent, group.ledger().bytes(Purpose::kGradient) - sent_before);
+    EXPECT_LE(before, record.met);
+    EXPECT_LE(record.met, absl::Now());
+
+    const absl::Time met = record.met;
+    ASSERT_EQ(comm.ReduceScatter(call, DType::kFloat32, {&reduce, 1}), absl::OkStatus());
+    EXPECT_EQ(record.calls, 2);
+    EXPECT_EQ(record.operation, "all_gather");
+    EXPECT_EQ(record.sequence, 1);
+    EXPECT_EQ(record.met, met);
+    EXPECT_EQ(record.in_elements, counts[me] + 5);
+    EXPECT_EQ(record.out_elements, 5 + counts[me]);
+    EXPECT_EQ(record.bytes_sent, group.ledger().bytes(Purpose::kGradient) - sent_before);
+
+    CallRecord next;
+    call.record = &next;
+    ASSERT_EQ(comm.Broadcast(call, DType::kFloat32, whole.data(), 5, /*root=*/1), absl::OkStatus());
+    EXPECT_EQ(next.operation, "broadcast");
+    EXPECT_EQ(next.sequence, 3);
+    EXPECT_EQ(next.in_elements, me == 1 ? 5 : 0);
+    EXPECT_EQ(next.out_elements, 5);
+  });
+}
+
+TEST_P(CommunicatorTest, ARecordOfACallInWhichTheRanksDidNotMeetHasNoMeeting) {
+  RunRanks(GetParam(), 2, absl::Milliseconds(50), [](ProcessGroup&, Communicator& comm) {
+    if (comm.rank() == 1) return;
+    CallRecord record;
+    CallInfo call = Call("h.1");
+    call.record = &record;
+    EXPECT_FALSE(comm.Barrier(call).ok());
+    EXPECT_EQ(record.operation, "barrier");
+    EXPECT_EQ(record.met, absl::InfinitePast());
+    EXPECT_EQ(record.bytes_sent, 0);
+  });
+}
+
 TEST_P(CommunicatorTest, TheLedgerAddsUpARanksChannelsByPurpose) {
   RunRanks(GetParam(), 2, kPatience, [](std::unique_ptr<ProcessGroup> group) {
     std::unique_ptr<Communicator> a = OpenOrDie(*group, "a"), b = OpenOrDie(*group, "b");

@@ -341,6 +341,11 @@ TEST(EngineBytes, EqualTheRingFormulasToTheByte) {
     // Kept from forward to backward, every unit is gathered once.
     EXPECT_EQ(BytesOfOneStep(n, {.reshard_after_forward = false}, 1, Purpose::kParameter),
               (n - 1) * all);
+    // What stays, stays through all micro-batches of the step.
+    EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kParameter),
+              (n - 1) * (root + 3 * 2 * (all - root)));
+    EXPECT_EQ(BytesOfOneStep(n, {.reshard_after_forward = false}, 3, Purpose::kParameter),
+              (n - 1) * all);
     // With sync every micro-batch is reduced; without, only the last.
     EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kGradient), 3 * (n - 1) * all);
     EXPECT_EQ(BytesOfOneStep(n, {.sync_every_micro_batch = false}, 3, Purpose::kGradient),

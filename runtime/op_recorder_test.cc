@@ -21,8 +21,7 @@ absl::Time At(int milliseconds) {
 }
 
 void Add(StreamRecord* stream, OpKind kind, int begin, int end) {
-  stream->Add(RecordedOp{
-      .info = {.name = "op", .kind = kind}, .begin = At(begin), .end = At(end)});
+  stream->Add(RecordedOp{.info = {.name = "op", .kind = kind}, .begin = At(begin), .end = At(end)});
 }
 
 TEST(OpRecorder, HoldsEveryOpOfEveryStreamInOrderWithItsInfoAndTimes) {
@@ -123,6 +122,146 @@ TEST(OpRecorder, ClearForgetsOpsAndKeepsStreams) {
   EXPECT_EQ(recorder.Overlap().computation, absl::ZeroDuration());
   Add(stream, OpKind::kCompute, 7, 8);
   EXPECT_EQ(recorder.Overlap().computation, absl::Milliseconds(1));
+}
+
+absl::Status Nothing(const OpContext&) { return absl::OkStatus(); }
+
+TEST(OpRecorder, OpsCarryTheUnitAndPhaseOfTheInnermostScopeAndTheStepOfTheirEnqueueing) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  recorder.SetStep(4);
+  stream->Enqueue({.name = "outside"}, Nothing);
+  {
+    const RecordedUnit outer(device->recorder(), "h.0", Phase::kForward);
+    stream->Enqueue({.name = "outer"}, Nothing);
+    {
+      const RecordedUnit inner(device->recorder(), "h.1", Phase::kUpdate);
+      stream->Enqueue({.name = "inner"}, Nothing);
+    }
+    recorder.SetStep(5);
+    stream->Enqueue({.name = "outer again"}, Nothing);
+  }
+  stream->Enqueue({.name = "outside again"}, Nothing);
+  ASSERT_TRUE(stream->Synchronize().ok());
+
+  const auto& ops = recorder.streams()[0]->ops();
+  ASSERT_EQ(ops.size(), 5);
+  const std::vector<std::string> units = {"", "h.0", "h.1", "h.0", ""};
+  const std::vector<Phase> phases = {Phase::kNone, Phase::kForward, Phase::kUpdate, Phase::kForward,
+                                     Phase::kNone};
+  const std::vector<int64_t> steps = {4, 4, 4, 5, 5};
+  for (int i = 0; i < 5; ++i) {
+    EXPECT_EQ(*ops[i].unit, units[i]) << i;
+    EXPECT_EQ(ops[i].phase, phases[i]) << i;
+    EXPECT_EQ(ops[i].step, steps[i]) << i;
+    EXPECT_EQ(ops[i].id, i + 1);
+    EXPECT_LE(ops[i].enqueued, ops[i].begin);
+  }
+}
+
+TEST(OpRecorder, AWaitIsRecordedWithTheOpThatEndedItOnlyIfTheStreamHadToWait) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto fast = device->NewStream("fast");
+  const auto slow = device->NewStream("slow");
+  const auto waits = device->NewStream("waits");
+  fast->Enqueue({.name = "at once"}, Nothing);
+  const Event passed = fast->Record();
+  ASSERT_TRUE(passed.Wait().ok());
+  waits->Wait(passed);  // is over already
+  slow->Enqueue({.name = "long"}, [](const OpContext&) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    return absl::OkStatus();
+  });
+  waits->Wait(Event::Join(slow->Record(), passed));
+  waits->Enqueue({.name = "after"}, Nothing);
+  ASSERT_TRUE(waits->Synchronize().ok());
+
+  const StreamRecord& record = *recorder.streams()[2];
+  ASSERT_EQ(record.waits().size(), 1);
+  const RecordedWait& wait = record.waits()[0];
+  const RecordedOp& cause = recorder.streams()[1]->ops()[0];
+  EXPECT_EQ(wait.cause.op, cause.id);
+  EXPECT_EQ(wait.cause.stream, "slow");
+  EXPECT_GE(wait.end, cause.end);
+  EXPECT_LE(wait.end, record.ops()[0].begin);
+  EXPECT_TRUE(recorder.streams()[0]->waits().empty());
+}
+
+TEST(OpRecorder, LiveMemoryIsCountedWhenTheStreamGetsThere) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  stream->Enqueue({.name = "before"}, Nothing);
+  stream->CountLive(MemoryPurpose::kGathered, 100);
+  stream->Enqueue({.name = "after"}, Nothing);
+  stream->CountLive(MemoryPurpose::kGathered, -100);
+  ASSERT_TRUE(stream->Synchronize().ok());
+  const StreamRecord& record = *recorder.streams()[0];
+  ASSERT_EQ(record.memory().size(), 2);
+  EXPECT_EQ(record.memory()[0].purpose, MemoryPurpose::kGathered);
+  EXPECT_EQ(record.memory()[0].bytes, 100);
+  EXPECT_EQ(record.memory()[1].bytes, -100);
+  EXPECT_LE(record.ops()[0].end, record.memory()[0].time);
+  EXPECT_LE(record.memory()[0].time, record.ops()[1].begin);
+  EXPECT_LE(record.ops()[1].end, record.memory()[1].time);
+}
+
+TEST(OpRecorder, RecordsWhatIsEnqueuedWhileItIsRecording) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  recorder.SetRecording(false);
+  stream->Enqueue({.name = "no"}, Nothing);
+  stream->CountLive(MemoryPurpose::kGathered, 1);
+  recorder.SetRecording(true);
+  stream->Enqueue({.name = "yes"}, Nothing);
+  recorder.SetRecording(false);
+  stream->Enqueue({.name = "no more"}, Nothing);
+  ASSERT_TRUE(stream->Synchronize().ok());
+  const StreamRecord& record = *recorder.streams()[0];
+  ASSERT_EQ(record.ops().size(), 1);
+  EXPECT_EQ(record.ops()[0].info.name, "yes");
+  EXPECT_TRUE(record.memory().empty());
+}
+
+TEST(OpRecorder, ASpentBudgetEndsTheRecordingAndNamesTheFirstStepThatIsNotWhole) {
+  const auto device = CpuDevice();
+  OpRecorder recorder(/*budget=*/5);
+  device->SetRecorder(&recorder);
+  const auto a = device->NewStream("a");
+  const auto b = device->NewStream("b");
+  for (int step = 1; step <= 4; ++step) {
+    recorder.SetStep(step);
+    a->Enqueue({.name = "a"}, Nothing);
+    b->Enqueue({.name = "b"}, Nothing);
+  }
+  ASSERT_TRUE(a->Synchronize().ok());
+  ASSERT_TRUE(b->Synchronize().ok());
+  EXPECT_FALSE(recorder.recording());
+  EXPECT_EQ(recorder.first_lost_step(), 3);  // of which one of two ops had room
+  for (const StreamRecord* record : recorder.streams()) EXPECT_LE(record->ops().size(), 3);
+
+  recorder.Clear();
+  EXPECT_TRUE(recorder.recording());
+  EXPECT_GT(recorder.first_lost_step(), 1000000);
+}
+
+TEST(OpRecorder, AFailedOpIsMarked) {
+  const auto device = CpuDevice();
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  const auto stream = device->NewStream("stream");
+  stream->Enqueue({.name = "works"}, Nothing);
+  stream->Enqueue({.name = "fails"}, [](const OpContext&) { return absl::InternalError("no"); });
+  EXPECT_FALSE(stream->Synchronize().ok());
+  EXPECT_FALSE(recorder.streams()[0]->ops()[0].failed);
+  EXPECT_TRUE(recorder.streams()[0]->ops()[1].failed);
 }
 
 TEST(OpRecorder, OverlapOfNothingIsNothing) {
