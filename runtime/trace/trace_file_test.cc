@@ -531,12 +531,23 @@ TEST(ReadTraces, FilesOfDifferentRunsAreAnErrorThatSaysWhatDiffers) {
   EXPECT_TRUE(ReadTraces(dir).ok()) << "a rank that failed may lack steps";
 }
 
+// One of everything, in few bytes.
+RankTrace SmallSample() {
+  RankTrace trace = Sample(0, 1);
+  trace.flags.erase("data");
+  trace.streams.resize(2);
+  for (TraceStream& stream : trace.streams) stream.ops.resize(1);
+  trace.streams[0].waits.resize(1);
+  trace.memory.resize(1);
+  return trace;
+}
+
 TEST(ReadTraces, EveryTruncationIsAnError) {
   const std::string dir = Fresh("truncated");
-  ASSERT_TRUE(WriteTrace(dir, Sample(0, 1)).ok());
-  const std::string good = Contents(dir + "/rank0.json");
-  for (size_t length = 0; length + 2 < good.size(); ++length) {
-    Overwrite(dir + "/rank0.json", good.substr(0, length));
+  ASSERT_TRUE(WriteTrace(dir, SmallSample()).ok());
+  // Cut by all but the last line end, which may be missing.
+  for (int64_t length = fs::file_size(dir + "/rank0.json") - 2; length >= 0; --length) {
+    fs::resize_file(dir + "/rank0.json", length);
     const auto traces = ReadTraces(dir);
     ASSERT_FALSE(traces.ok()) << length;
     const std::string message(traces.status().message());
@@ -548,11 +559,11 @@ TEST(ReadTraces, EveryTruncationIsAnError) {
 
 TEST(ReadTraces, ChangedBytesGiveATraceOrAnErrorOfOneLine) {
   const std::string dir = Fresh("fuzz");
-  ASSERT_TRUE(WriteTrace(dir, Sample(0, 1)).ok());
+  ASSERT_TRUE(WriteTrace(dir, SmallSample()).ok());
   const std::string good = Contents(dir + "/rank0.json");
   std::mt19937 random(7);
   int errors = 0;
-  for (int i = 0; i < 5000; ++i) {
+  for (int i = 0; i < 2000; ++i) {
     std::string bad = good;
     for (int flips = 1 + random() % 3; flips > 0; --flips) {
       bad[random() % bad.size()] ^= 1 << random() % 8;
