@@ -23,24 +23,24 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr const char* kRunFiles[] = {"metrics.jsonl", "summary.json", "model.safetensors",
-                                     "config.json"};
+constexpr absl::string_view kRunDirFlag = "--run_dir";
 
-absl::Status PathError(absl::string_view what, absl::string_view path, absl::string_view why) {
+absl::Status PathError(absl::string_view what, absl::string_view path, absl::string_view why,
+                       absl::string_view flag = kRunDirFlag) {
   return absl::UnavailableError(
-      absl::StrCat("cannot ", what, " ", path, ": ", why, "; choose another --run_dir"));
+      absl::StrCat("cannot ", what, " ", path, ": ", why, "; choose another ", flag));
 }
 
-absl::Status MakeRunDir(const std::string& run_dir) {
-  const absl::Status made = MakeDirectories(run_dir);
+absl::Status MakeDir(const std::string& dir, absl::string_view flag) {
+  const absl::Status made = MakeDirectories(dir);
   if (made.ok()) return made;
-  return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another --run_dir"));
+  return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another ", flag));
 }
 
 }  // namespace
 
 absl::StatusOr<RunDirLock> RunDirLock::Acquire(const std::string& run_dir) {
-  DIM0_RETURN_IF_ERROR(MakeRunDir(run_dir));
+  DIM0_RETURN_IF_ERROR(MakeDir(run_dir, kRunDirFlag));
   RunDirLock lock;
   lock.fd_ = open(run_dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   // Folders that may not be read, and file systems without locks, go unlocked.
@@ -57,33 +57,41 @@ RunDirLock::~RunDirLock() {
   if (fd_ >= 0) close(fd_);
 }
 
-absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
-  DIM0_RETURN_IF_ERROR(MakeRunDir(run_dir));
+absl::StatusOr<std::string> MoveAside(const std::string& dir, absl::Span<const std::string> names,
+                                      absl::string_view flag) {
+  DIM0_RETURN_IF_ERROR(MakeDir(dir, flag));
   // Found out now and not after minutes of setting up.
-  if (access(run_dir.c_str(), W_OK | X_OK) != 0) {
-    return PathError("write to", run_dir, std::strerror(errno));
+  if (access(dir.c_str(), W_OK | X_OK) != 0) {
+    return PathError("write to", dir, std::strerror(errno), flag);
   }
   std::error_code error;
   // A symbolic link is there even if what it points to is not.
   const auto exists = [&](const fs::path& name) {
-    return fs::exists(fs::symlink_status(fs::path(run_dir) / name, error));
+    return fs::exists(fs::symlink_status(fs::path(dir) / name, error));
   };
   std::vector<std::string> found;
-  for (const char* name : kRunFiles) {
+  for (const std::string& name : names) {
     if (exists(name)) found.push_back(name);
   }
   if (found.empty()) return "";
   int n = 1;
   while (exists(absl::StrCat("previous-", n))) ++n;
-  const fs::path previous = fs::path(run_dir) / absl::StrCat("previous-", n);
-  DIM0_RETURN_IF_ERROR(MakeDirectories(previous.string()));
+  const fs::path previous = fs::path(dir) / absl::StrCat("previous-", n);
+  DIM0_RETURN_IF_ERROR(MakeDir(previous.string(), flag));
   for (const std::string& name : found) {
-    fs::rename(fs::path(run_dir) / name, previous / name, error);
-    if (error)
-      return PathError("move an earlier run's", (fs::path(run_dir) / name).string(),
-                       error.message());
+    fs::rename(fs::path(dir) / name, previous / name, error);
+    if (error) {
+      return PathError("move an earlier run's", (fs::path(dir) / name).string(), error.message(),
+                       flag);
+    }
   }
   return previous.string();
+}
+
+absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
+  return MoveAside(run_dir,
+                   {"metrics.jsonl", "summary.json", "model.safetensors", "config.json", "trace"},
+                   kRunDirFlag);
 }
 
 absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 
 namespace dim0 {
 
@@ -26,8 +27,12 @@ class RunDirLock {
   int fd_ = -1;
 };
 
-// Makes `run_dir` if need be, and moves what an earlier run left there to run_dir/previous-N with
-// the first free N. Returns where it went, or "".
+// Makes `dir` if need be, and moves those of `names` that are in it to dir/previous-N with the
+// first free N. Returns where they went, or "". An error ends in advice to choose another `flag`.
+absl::StatusOr<std::string> MoveAside(const std::string& dir, absl::Span<const std::string> names,
+                                      absl::string_view flag);
+
+// MoveAside for what an earlier run left in a run folder, its trace in the folder "trace" included.
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir);
 
 // ResourceExhausted if the file system of `run_dir` has fewer than `bytes` free, or the process may

@@ -42,6 +42,17 @@ TEST(PrepareRunDir, MovesAnEarlierRunAsideEachTime) {
   EXPECT_EQ(Contents(dir + "/metrics.jsonl"), "run 3");
 }
 
+TEST(PrepareRunDir, MovesATraceFolderTogetherWithItsRun) {
+  const std::string dir = Fresh("traced_run");
+  fs::create_directories(dir + "/trace");
+  std::ofstream(dir + "/trace/rank0.json") << "traced";
+  std::ofstream(dir + "/metrics.jsonl") << "run";
+  EXPECT_EQ(*PrepareRunDir(dir), dir + "/previous-1");
+  EXPECT_EQ(Contents(dir + "/previous-1/trace/rank0.json"), "traced");
+  EXPECT_EQ(Contents(dir + "/previous-1/metrics.jsonl"), "run");
+  EXPECT_FALSE(fs::exists(dir + "/trace"));
+}
+
 TEST(PrepareRunDir, LeavesForeignFilesWhereTheyAre) {
   const std::string dir = Fresh("foreign");
   ASSERT_TRUE(PrepareRunDir(dir).ok());

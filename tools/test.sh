@@ -29,9 +29,32 @@ scratch="$(mktemp -d)"
 trap 'rm -rf "${scratch}"' EXIT
 events="${scratch}/events.json"
 
+# Prints the path of a Python that has Holistic Trace Analysis, fetched once; nothing where it cannot be had, and
+# hta_test is skipped. Its own requirements would add 300 MB of notebooks.
+hta_python() {
+  local folder="${XDG_CACHE_HOME:-${HOME:-/nonexistent}/.cache}/dim0/hta-0.5.0"
+  local pip=(timeout 300 "${folder}/bin/python" -m pip install --quiet --retries 1)
+  if [[ ! -e "${folder}/ready" ]]; then
+    echo "Fetching Holistic Trace Analysis to ${folder}" >&2
+    if ! { python3 -c 'import ensurepip' || (install_packages python3-venv) &&
+      rm -rf "${folder}" && python3 -m venv "${folder}" &&
+      "${pip[@]}" 'numpy<3' 'pandas<4' 'networkx<4' 'plotly<8' psutil pyyaml &&
+      "${pip[@]}" --no-deps HolisticTraceAnalysis==0.5.0 &&
+      "${folder}/bin/python" -c 'import hta.trace_analysis' && touch "${folder}/ready"; } >/dev/null 2>&1; then
+      echo "Could not; tests that need it are skipped" >&2
+      return
+    fi
+  fi
+  echo "${folder}/bin/python"
+}
+
 # First build, then test: deadlines in tests hold better while no compiler competes for the cores. A test's ranks are
 # threads, so one test at a time fills a small machine.
 common=(--keep_going "--jobs=$(compile_jobs)" --show_progress_rate_limit=15)
+if [[ " ${targets[*]}" == *" //..."* || " ${targets[*]}" == *" //tests"* ]]; then
+  hta="$(hta_python)"
+  [[ -z "${hta}" ]] || common+=("--test_env=DIM0_HTA_PYTHON=${hta}")
+fi
 test_jobs=$(($(nproc) / 4))
 ((test_jobs > 0)) || test_jobs=1
 "${BAZEL}" build "${common[@]}" ${options[@]+"${options[@]}"} -- "${targets[@]}" || true

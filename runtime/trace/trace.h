@@ -31,6 +31,8 @@ struct TraceCollective {
   int64_t bytes_sent = 0;    // as the ledger counts them
   // When the last rank had arrived. Before it the rank waited for others; after it data moved.
   int64_t met = 0;
+
+  bool operator==(const TraceCollective&) const = default;
 };
 
 // An op that ran on a stream.
@@ -49,6 +51,8 @@ struct TraceOp {
   bool failed = false;
 
   bool communicates() const { return kind == OpKind::kCollective; }
+
+  bool operator==(const TraceOp&) const = default;
 };
 
 // Time in which a stream had to wait for another before its next op.
@@ -56,6 +60,8 @@ struct TraceWait {
   int64_t begin = 0, end = 0;
   int64_t cause = 0;   // id of the op, of another stream, that it waited for last; 0: not traced
   std::string stream;  // of that op
+
+  bool operator==(const TraceWait&) const = default;
 };
 
 struct TraceStream {
@@ -64,6 +70,8 @@ struct TraceStream {
                    // up the optimizer's and others; unique in its rank
   std::vector<TraceOp> ops;  // in the order in which they ran; they do not overlap
   std::vector<TraceWait> waits;
+
+  bool operator==(const TraceStream&) const = default;
 };
 
 // One optimizer step as the training loop saw it. Steps are contiguous, except where the loop did
@@ -71,12 +79,16 @@ struct TraceStream {
 struct TraceStep {
   int64_t step = 0;
   int64_t begin = 0, end = 0;
+
+  bool operator==(const TraceStep&) const = default;
 };
 
 // Bytes that hold live data, by purpose, from `time` on.
 struct TraceMemory {
   int64_t time = 0;
   std::array<int64_t, kNumMemoryPurposes> bytes{};
+
+  bool operator==(const TraceMemory&) const = default;
 };
 
 // One rank's trace: whole steps, and every op that was enqueued in them.
@@ -95,6 +107,8 @@ struct RankTrace {
   std::vector<TraceStream> streams;  // by number
   std::vector<TraceStep> steps;      // ascending
   std::vector<TraceMemory> memory;   // ascending
+
+  bool operator==(const RankTrace&) const = default;
 };
 
 }  // namespace dim0
