@@ -456,7 +456,6 @@ class TraceReader : public nlohmann::json_sax<Json> {
     } else if (keeps()) {
       // What traces hold is a few deep; what nests without end is not to fill the memory.
       if (open_.size() == 16) return Fail("is too deeply nested for a trace", kGiveOurs);
-      if (open_.empty()) value_ = nullptr;
       open_.push_back(open_.empty() ? &(value_ = Json(type)) : Place(Json(type)));
     }
     ++depth_;
