@@ -1,7 +1,7 @@
 // trace_report: where the time of traced runs went, as text or as a page to look at.
 #include "runtime/trace/trace_report.h"
 
-#include <cstdint>
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <string>
@@ -47,8 +47,8 @@ void AddLosses(const std::string& dir, TracedRun* run) {
   const std::string path = (std::filesystem::path(TraceDirOf(dir)) / metrics).string();
   absl::StatusOr<LossCurve> curve = ReadLossCurve(path);
   if (!curve.ok()) {
-    PrintError("trace_report",
-               absl::StrCat("no loss curve for ", run->label, ": ", curve.status().message()));
+    PrintError("trace_report", absl::StrCat("warning: no loss curve for ", run->label, ": ",
+                                            curve.status().message()));
     return;
   }
   run->losses = std::move(curve->losses);
@@ -62,9 +62,13 @@ absl::Status CheckSameModel(const std::vector<std::string>& dirs,
     const RankTrace& first = runs[0].ranks[0];
     const RankTrace& other = runs[i].ranks[0];
     if (first.model == other.model) continue;
-    return absl::InvalidArgumentError(
-        absl::StrCat(dirs[0], " and ", dirs[i], " trained different models (", first.parameters,
-                     " and ", other.parameters, " parameters); give runs of one model"));
+    const std::string how =
+        first.parameters == other.parameters
+            ? "of the same size"
+            : absl::StrCat(first.parameters, " and ", other.parameters, " parameters");
+    return absl::InvalidArgumentError(absl::StrCat(dirs[0], " and ", dirs[i],
+                                                   " trained different models (", how,
+                                                   "); give runs of one model"));
   }
   return absl::OkStatus();
 }
@@ -84,7 +88,7 @@ int Main(int argc, char** argv) {
                             &dirs)) {
     return *status;
   }
-  if (dirs.empty()) {
+  if (dirs.empty() || std::count(dirs.begin(), dirs.end(), "") > 0) {
     return Fail(absl::InvalidArgumentError(
                     "no folder given; name one that train --trace=DIR wrote: trace_report DIR..."),
                 kExitUsage);

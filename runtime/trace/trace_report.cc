@@ -60,7 +60,7 @@ class StepClock {
   int64_t At(int64_t time) const {
     const Window* window = Find(time);
     if (window == nullptr) return 0;
-    return window->before + std::min(time, window->end) - window->begin;
+    return window->before + (std::min(time, window->end) - window->begin);
   }
 
   bool Covers(int64_t time) const {
@@ -105,7 +105,8 @@ class IntervalUnion {
         merged_.back().end = std::max(merged_.back().end, end);
       } else {
         const int64_t before =
-            merged_.empty() ? 0 : merged_.back().before + merged_.back().end - merged_.back().begin;
+            merged_.empty() ? 0
+                            : merged_.back().before + (merged_.back().end - merged_.back().begin);
         merged_.push_back({begin, end, before});
       }
     }
@@ -116,7 +117,7 @@ class IntervalUnion {
                                         [](int64_t t, const Part& part) { return t < part.begin; });
     if (after == merged_.begin()) return 0;
     const Part& part = *std::prev(after);
-    return part.before + std::min(time, part.end) - part.begin;
+    return part.before + (std::min(time, part.end) - part.begin);
   }
 
   // The part of [begin, end) that is outside.
@@ -167,7 +168,7 @@ struct Binding {
 
 // "linear_forward h.0", short enough to stand in a sentence.
 std::string Label(const TraceOp& op) {
-  constexpr size_t kLongest = 48;
+  constexpr size_t kLongest = 44;
   std::string label = op.name;
   if (!op.unit.empty() && !absl::StrContains(op.name, op.unit))
     absl::StrAppend(&label, " ", op.unit);
@@ -462,8 +463,8 @@ std::string RankAnalysis::WhatComputeDid(absl::Span<const Communication* const> 
   if (compute_stream_ < 0) return "";
   const Orders& compute = orders_[compute_stream_];
   const std::vector<TraceOp>& compute_ops = trace_.streams[compute_stream_].ops;
-  constexpr absl::string_view kFinished = "compute had finished the step";
-  constexpr absl::string_view kNoWork = "compute had no work queued";
+  constexpr absl::string_view kFinished = "nothing was left to compute in the step";
+  constexpr absl::string_view kNoWork = "nothing was queued to compute";
   // A group has some waits a step. Far more are no schedule to explain but must not take forever.
   int budget = 1 << 16;
   Votes votes;
@@ -812,7 +813,7 @@ double Percent(double part, double whole) { return whole > 0 ? 100 * part / whol
 // "all_gather h.0 in forward"
 std::string Title(const ExposedOp& op) {
   std::string title = Printable(Label({.name = op.name, .unit = op.unit}));
-  if (!op.phase.empty()) absl::StrAppend(&title, " in ", Printable(op.phase).substr(0, 16));
+  if (!op.phase.empty()) absl::StrAppend(&title, " in ", Printable(op.phase).substr(0, 8));
   return title;
 }
 
@@ -846,11 +847,11 @@ void AppendSplit(const std::string& label, const RankReport& rank, std::string* 
   std::vector<double> parts = {rank.split.compute, rank.split.optimizer_compute};
   parts.insert(parts.end(), rank.split.exposed.begin(), rank.split.exposed.end());
   parts.push_back(rank.split.idle);
-  absl::StrAppendFormat(text, "%-8s", label);
+  absl::StrAppendFormat(text, "%-9s", label);
   for (const double part : parts) {
     absl::StrAppendFormat(text, "%7s%4.0f%%", Figure(part), Percent(part, rank.step));
   }
-  absl::StrAppendFormat(text, "%8s\n", Figure(rank.step));
+  absl::StrAppendFormat(text, "%7s\n", Figure(rank.step));
 }
 
 void AppendOverlap(absl::string_view name, const Overlap& overlap, std::string* text) {
@@ -871,15 +872,16 @@ std::string FormatReport(const TraceReport& report) {
   const bool several_ranks = report.ranks.size() > 1;
   const RankReport& mean = report.mean;
 
-  absl::StrAppendFormat(
-      &text, "\nMean of %d step%s (%d to %d) on %d rank%s.%s\n\n", report.steps,
-      report.steps == 1 ? "" : "s", report.first_step, report.last_step, report.ranks.size(),
-      several_ranks ? "s" : "",
-      report.cut_short ? " The trace was cut short: later steps are missing." : "");
-
-  absl::StrAppendFormat(&text, "%-32s%48s\n", "ms a step",
+  absl::StrAppend(
+      &text, "\n",
+      report.steps == 1 ? absl::StrCat("Step ", report.first_step)
+                        : absl::StrCat("Mean of ", report.steps, " steps (", report.first_step,
+                                       " to ", report.last_step, ")"),
+      " on ", report.ranks.size(), several_ranks ? " ranks." : " rank.",
+      report.cut_short ? " The trace was cut short: later steps are missing." : "", "\n\n");
+  absl::StrAppendFormat(&text, "%-33s%48s\n", "ms a step",
                         "------------ exposed communication ------------");
-  absl::StrAppendFormat(&text, "%-8s%12s%12s%12s%12s%12s%12s%12s%8s\n", "", "compute", "optimizer",
+  absl::StrAppendFormat(&text, "%-9s%12s%12s%12s%12s%12s%12s%12s%7s\n", "", "compute", "optimizer",
                         "parameter", "gradient", "optimizer", "control", "idle", "step");
   for (const RankReport& rank : report.ranks) {
     AppendSplit(absl::StrCat("rank ", rank.rank), rank, &text);

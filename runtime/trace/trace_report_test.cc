@@ -289,7 +289,8 @@ TEST(Reasons, OfTheLastReduceScatterIsThatComputeHadFinished) {
                   47'000, 5'495'000);
   rank.Compute("embedding_forward", 51'000, 99'000);
   EXPECT_EQ(Reason({rank.trace()}),
-            "compute had finished the step; it queued behind reduce_scatter h.0; its data moved at "
+            "nothing was left to compute in the step; it queued behind reduce_scatter h.0; its "
+            "data moved at "
             "0.5 GB/s");
 }
 
@@ -479,8 +480,8 @@ TEST(FormatReport, BeginsWithWhatMattersAndShowsEveryFigure) {
                               "                    compute waited for it 11.00 ms;"));
   EXPECT_THAT(text, HasSubstr("Rank 1 was the slowest: at collectives the others waited 1.00 ms"));
   // Rank 0: 69 ms compute, 10 optimizer, 11 parameter, 10 idle.
-  EXPECT_THAT(text, HasSubstr("rank 0    69.00  69%  10.00  10%  11.00  11%   0.00   0%"));
-  EXPECT_THAT(text, HasSubstr("  10.00  10%   100.0\n"));
+  EXPECT_THAT(text, HasSubstr("rank 0     69.00  69%  10.00  10%  11.00  11%   0.00   0%"));
+  EXPECT_THAT(text, HasSubstr("  10.00  10%  100.0\n"));
 }
 
 TEST(FormatReport, KeepsTo100ColumnsWhateverOpsAreCalled) {
@@ -494,7 +495,12 @@ TEST(FormatReport, KeepsTo100ColumnsWhateverOpsAreCalled) {
     rank.Wait("compute", 0, 7'000'000'000, op.id, name);
   }
   rank.Compute(std::string(500, 'y'), 8'000'000'000, 9'000'000'000);
-  const std::string text = FormatReport(Analyze({rank.trace()}));
+  RankTrace other = rank.trace();
+  other.rank = 1234;
+  other.cut_short = true;
+  const std::string text = FormatReport(Analyze({other, rank.trace()}));
+  EXPECT_THAT(text, HasSubstr("rank 1234)"));
+  EXPECT_THAT(text, HasSubstr("cut short"));
   EXPECT_THAT(text, Not(HasSubstr("\x1b")));
   const std::vector<std::string> lines = absl::StrSplit(text, '\n');
   for (const std::string& line : lines) EXPECT_LE(line.size(), 100u) << line;
