@@ -81,10 +81,15 @@ absl::Status SetFlag(absl::CommandLineFlag& flag, absl::string_view value) {
 
 }  // namespace
 
-absl::StatusOr<CommandLine> ParseFlags(absl::Span<const char* const> arguments) {
+absl::StatusOr<CommandLine> ParseFlags(absl::Span<const char* const> arguments,
+                                       std::vector<std::string>* positional) {
   for (size_t i = 0; i < arguments.size(); ++i) {
     const absl::string_view argument = arguments[i];
     absl::string_view name = argument;
+    if (positional != nullptr && !absl::StartsWith(argument, "-")) {
+      positional->emplace_back(argument);
+      continue;
+    }
     if (!absl::ConsumePrefix(&name, "-") || name.empty()) {
       return absl::InvalidArgumentError(
           absl::StrCat("unexpected argument \"", argument, "\"; flags are given as --flag=value"));
@@ -134,12 +139,13 @@ std::string HelpText(absl::string_view program, absl::string_view usage) {
   return text;
 }
 
-std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::string_view usage) {
+std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::string_view usage,
+                                     std::vector<std::string>* positional) {
   absl::string_view program = argc > 0 ? argv[0] : "";
   program = program.substr(program.rfind('/') + 1);  // npos + 1 is 0
   PrepareProcess(program);
-  const absl::StatusOr<CommandLine> parsed =
-      ParseFlags({argv + std::min(argc, 1), static_cast<size_t>(std::max(argc - 1, 0))});
+  const absl::StatusOr<CommandLine> parsed = ParseFlags(
+      {argv + std::min(argc, 1), static_cast<size_t>(std::max(argc - 1, 0))}, positional);
   if (!parsed.ok()) {
     PrintError(program, parsed.status().message());
     return kExitUsage;

@@ -6,6 +6,7 @@
 
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -24,10 +25,12 @@ enum class CommandLine { kRun, kHelp };
 
 // Sets the program's flags from `arguments`, which do not include the program's name. Understands
 // --flag=value, --flag value, --flag and --noflag for booleans, and -flag for --flag; the last
-// value of a flag given twice counts. kHelp if --help or -h is among them. Anything else, also an
-// argument that belongs to no flag, is an InvalidArgument error of one line; flags before it may
-// have been set by then.
-absl::StatusOr<CommandLine> ParseFlags(absl::Span<const char* const> arguments);
+// value of a flag given twice counts. kHelp if --help or -h is among them. Arguments that belong to
+// no flag are appended to `positional`. Anything else, without `positional` also an argument that
+// belongs to no flag, is an InvalidArgument error of one line; flags before it may have been set by
+// then.
+absl::StatusOr<CommandLine> ParseFlags(absl::Span<const char* const> arguments,
+                                       std::vector<std::string>* positional = nullptr);
 
 // The text of --help: `usage`, then every flag of the program with its default and description, by
 // name.
@@ -45,7 +48,8 @@ std::string HelpText(absl::string_view program, absl::string_view usage);
 //   }
 //
 // `usage` says in a few lines what the program does and shows a command that works.
-std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::string_view usage);
+std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::string_view usage,
+                                     std::vector<std::string>* positional = nullptr);
 
 // Prints "PROGRAM: MESSAGE" to stderr, on one line.
 void PrintError(absl::string_view program, absl::string_view message);

@@ -114,6 +114,16 @@ TEST_F(FlagsTest, SaysWhenAValueIsForgotten) {
   EXPECT_EQ(ErrorOf({"--text", "--steps=3"}), "--text needs a value");
 }
 
+TEST_F(FlagsTest, CollectsArgumentsThatBelongToNoFlagWhereAProgramTakesThem) {
+  const std::vector<const char*> arguments = {"runs/a", "--text", "x", "b c", "--steps=3", ""};
+  std::vector<std::string> positional;
+  const absl::StatusOr<CommandLine> parsed = ParseFlags(arguments, &positional);
+  ASSERT_TRUE(parsed.ok()) << parsed.status();
+  EXPECT_EQ(positional, (std::vector<std::string>{"runs/a", "b c", ""}));
+  EXPECT_EQ(absl::GetFlag(FLAGS_text), "x");
+  EXPECT_EQ(ParseFlags({"-"}, &positional).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
 TEST_F(FlagsTest, RefusesArgumentsThatBelongToNoFlag) {
   EXPECT_EQ(ErrorOf({"corpus.txt"}),
             "unexpected argument \"corpus.txt\"; flags are given as --flag=value");

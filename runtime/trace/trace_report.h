@@ -7,7 +7,9 @@
 //   exposed parameter, gradient, optimizer, control communication
 //                       a collective of that purpose ran
 //   idle                nothing ran
-// so that the parts add up to the step.
+// so that the parts add up to the step. Between steps the loop did something else (validation,
+// say): what ran there belongs to no step, and of an op that reaches out of the steps only the part
+// within counts.
 #ifndef DIM0_RUNTIME_TRACE_TRACE_REPORT_H_
 #define DIM0_RUNTIME_TRACE_TRACE_REPORT_H_
 
@@ -32,14 +34,16 @@ struct StepSplit {
   double total() const;
 };
 
-// Of one purpose's collectives on one rank, or their sum over ranks.
+// Of one purpose's collectives on one rank, or the mean over ranks. Times are unions: what two of
+// them did at once counts once.
 struct Overlap {
   double communication = 0;  // ms a step in which one of them ran; waiting for other ranks included
   double hidden = 0;         // the part of it in which an op that is no collective ran
-  double waiting = 0;        // the part before the last rank had arrived
-  int64_t bytes = 0;         // sent, a step
-  double calls = 0;          // a step
-  // GB/s that this rank sent while data moved (10^9 bytes); 0 if none did.
+  double waiting = 0;        // the part in which they only waited for a last rank to arrive
+  // Sent, a step, by the calls that were enqueued in one: whole, wherever they ran.
+  int64_t bytes = 0;
+  double calls = 0;  // of them, a step
+  // GB/s sent while data moved (10^9 bytes); 0 if none did.
   double bandwidth = 0;
   double fraction_hidden() const { return communication > 0 ? hidden / communication : 0; }
 };
@@ -50,10 +54,10 @@ struct ExposedOp {
   std::string name, unit, phase;
   Purpose purpose = Purpose::kControl;
   int rank = 0;
-  double exposed = 0;  // ms a step
-  double duration = 0;
+  double exposed = 0;   // ms a step
+  double duration = 0;  // ms a step
   // Why, in a few words: what compute was waiting for meanwhile, and what made the op late or long:
-  // its stream was waiting for X, it queued behind Y, it waited for rank R, or its data moved.
+  // its stream was waiting for X, it queued behind Y, it waited for rank R, its data moved.
   std::string reason;
 };
 
@@ -74,12 +78,15 @@ struct TraceReport {
   // the other ranks together waited for it, divided by their number.
   int slowest_rank = 0;
   double slowest_by = 0;
+  bool cut_short = false;  // a rank's trace is, see RankTrace
 };
 
-// InvalidArgument if a trace holds no whole step or the ranks' steps differ.
+// InvalidArgument if there is no trace, one holds no whole step, or the ranks' steps differ. Any
+// other content is taken for what it can mean: an op that ends before it begins took no time, an
+// unknown cause is not named.
 absl::StatusOr<TraceReport> AnalyzeTraces(absl::Span<const RankTrace> ranks);
 
-// For the terminal: tables of at most 100 columns.
+// For the terminal: two sentences that say the most, then tables, of at most 100 columns.
 std::string FormatReport(const TraceReport& report);
 
 }  // namespace dim0
