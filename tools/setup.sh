@@ -2,7 +2,8 @@
 # Set-up shared by tools/test.sh and tools/quickstart.sh, which source it: installs what is missing, finds Bazel.
 # Leaves the current directory at the repository root. Quiet when nothing is to be done.
 
-BUILD_PACKAGES=(g++ pkg-config libabsl-dev libspdlog-dev libgtest-dev libgmock-dev nlohmann-json3-dev libopenblas-dev)
+BUILD_PACKAGES=(g++ pkg-config libabsl-dev libspdlog-dev libgtest-dev libgmock-dev nlohmann-json3-dev libopenblas-dev
+  libcpp-httplib-dev)
 DEBIAN_BAZEL_PACKAGES=(bazel-bootstrap bazel-rules-java bazel-rules-proto bazel-skylib bazel-platforms)
 
 die() {

@@ -15,6 +15,11 @@ fi
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
+# What tests run and the build does not need: a browser for the page of trace_report. Some distributions have none as a
+# package; those tests are skipped then.
+TEST_PACKAGES=(chromium chromium-driver)
+(install_packages "${TEST_PACKAGES[@]}") || true
+
 options=()
 targets=()
 for argument in "$@"; do
