@@ -184,7 +184,7 @@ class RankRun {
     const absl::Status status = tracer_->Write(engine_->LiveBetweenSteps());
     if (status.ok() || trace_failed_.exchange(true)) return;
     spdlog::warn("warning: rank {} has no trace: {}; training goes on without", group_.rank(),
-                 status.message());
+                 std::string(status.message()));
   }
 
   int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
@@ -579,7 +579,7 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
   if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
   if (!options.trace.dir.empty()) {
     if (const absl::Status ready = PrepareTraceDir(options.trace.dir); !ready.ok()) {
-      spdlog::warn("warning: no trace: {}; training goes on without", ready.message());
+      spdlog::warn("warning: no trace: {}; training goes on without", std::string(ready.message()));
       options.trace.dir.clear();
     }
   }
@@ -615,7 +615,8 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
     if (report.ok()) {
       summary.trace_report = *std::move(report);
     } else {
-      spdlog::warn("warning: nothing to report of the trace: {}", report.status().message());
+      spdlog::warn("warning: nothing to report of the trace: {}",
+                   std::string(report.status().message()));
     }
   }
   return summary;
