@@ -282,7 +282,8 @@ function meter(fraction, purpose) {
   fill.style.width = `${Math.max(0, Math.min(100, 100 * fraction)) || 0}%`;
   fill.style.background = `var(--${CATEGORIES[FIRST_PURPOSE + purpose].key})`;
   return element('span', {class: 'meter'},
-      element('span', {class: 'track', 'aria-hidden': 'true'}, fill), percent(fraction));
+      element('span', {class: 'track', 'aria-hidden': 'true'}, fill),
+      element('span', {class: 'share'}, percent(fraction)));
 }
 
 function showExposed() {
