@@ -1,5 +1,5 @@
-// What all charts share: elements, colours of the theme, the tooltip, the visible range of time, and
-// a canvas that follows its width.
+// What all charts share: elements, colours of the theme, the tooltip, the visible range of time, a
+// canvas that follows its width.
 
 // Strings from traces are data: they only ever become text nodes and attribute values.
 function element(tag, attributes = {}, ...children) {
