@@ -1,5 +1,5 @@
-// What all charts share: elements, colours of the theme, the tooltip, the visible range of time, and
-// a canvas that follows its width.
+// What all charts share: elements, colours of the theme, the tooltip, the visible range of time, a
+// canvas that follows its width.
 
 // Strings from traces are data: they only ever become text nodes and attribute values.
 function element(tag, attributes = {}, ...children) {
@@ -113,7 +113,7 @@ class TimeCanvas {
     this.view = view;
     this.height = height;
     this.node = element('canvas', {
-      tabindex: '0', role: 'img', 'aria-label': label, 'aria-describedby': 'timeline-help',
+      tabindex: '0', role: 'application', 'aria-label': label, 'aria-describedby': 'timeline-help',
     });
     this.context = this.node.getContext('2d');
     this.width = 0;
@@ -265,10 +265,11 @@ class TimeCanvas {
       if (Math.abs(event.clientX - before.start) > 3) this.dragged = true;
       const others = [...this.pointers].filter(([id]) => id !== event.pointerId);
       if (others.length === 1) {
+        // What is under each finger stays there: the other one does not move now.
         const other = others[0][1];
-        const distance = (point) => Math.max(10, Math.hypot(point.x - other.x, point.y - other.y));
+        const distance = (point) => Math.max(10, Math.abs(point.x - other.x));
         this.dragged = true;
-        view.zoom(distance(now) / distance(before), this.time((now.x + other.x) / 2));
+        view.zoom(distance(now) / distance(before), this.time(other.x));
       } else if (others.length === 0 && this.dragged) {
         tip.hide();
         view.pan((before.x - now.x) / this.scale);

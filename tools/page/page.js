@@ -63,9 +63,10 @@ function showHeader() {
   document.title = several ? runs.map((run) => run.label).join(', ') : title;
   byId('title').textContent = title;
   const words = new Set(runs.map(({report, worldSize, parameters}) => [
-    report.steps === 1 ? `step ${report.firstStep}` : `steps ${report.firstStep} to ${report.lastStep}`,
+    report.steps === 1 ? `step ${report.firstStep}` :
+                         `steps ${report.firstStep} to ${report.lastStep}`,
     worldSize === 1 ? '1 rank' : `${worldSize} ranks`,
-    ...(parameters > 0 ? [`${countText(parameters)} parameters`.replace(/ (\w) /, ' $1 ')] : []),
+    ...(parameters > 0 ? [`${countText(parameters)} parameters`] : []),
   ].join(', ')));
   byId('subtitle').textContent = [...words].join('; ');
 
@@ -143,8 +144,9 @@ function showSplit() {
       for (const part of used) {
         const value = part.of(rank);
         if (!(value > 0)) continue;
-        const segment = element('div', {class: 'segment', 'data-part': part.label, 'data-ms': value},
-            element('span', {}, percent(value / whole)),
+        const segment = element('div', {
+          class: 'segment', 'data-part': part.label, 'data-ms': value,
+        }, element('span', {}, percent(value / whole)),
             element('span', {class: 'ms'}, `${digits(value)} ms`));
         segment.style.width = `${100 * value / longest}%`;
         segment.style.setProperty('--color', part.color);
@@ -220,8 +222,9 @@ function showTimelines(view) {
   if (waits) legend.append(legendItem('var(--hatch)', 'waiting for another stream', 'hatched'));
 
   return runs.map((run) => {
-    const timeline = new Timeline(view, run, `Timeline of ${run.label}: ` +
-        `${sum(run.ranks.map((rank) => rank.streams.length))} streams of ${run.ranks.length} ranks`);
+    const streams = sum(run.ranks.map((rank) => rank.streams.length));
+    const timeline = new Timeline(view, run,
+        `Timeline of ${run.label}: ${streams} streams of ${run.ranks.length} ranks`);
     timeline.node.dataset.rows = timeline.rows.length;
     byId('timeline-runs').append(element('div', {class: 'chart'},
         several ? runHeading(run) : '', timeline.node));
@@ -272,8 +275,8 @@ function showOverlap() {
     return;
   }
   byId('overlap-table').append(table('Communication by purpose', [
-    'purpose', ...(several ? ['run'] : []), 'ms', 'hidden', 'exposed, ms', 'waiting, ms', 'MiB sent',
-    'GB/s', 'calls',
+    'purpose', ...(several ? ['run'] : []), 'ms', 'hidden', 'exposed, ms', 'waiting, ms',
+    'MiB sent', 'GB/s', 'calls',
   ], rows, {words: several ? [0, 1] : [0]}));
 }
 
@@ -282,7 +285,8 @@ function meter(fraction, purpose) {
   fill.style.width = `${Math.max(0, Math.min(100, 100 * fraction)) || 0}%`;
   fill.style.background = `var(--${CATEGORIES[FIRST_PURPOSE + purpose].key})`;
   return element('span', {class: 'meter'},
-      element('span', {class: 'track', 'aria-hidden': 'true'}, fill), percent(fraction));
+      element('span', {class: 'track', 'aria-hidden': 'true'}, fill),
+      element('span', {class: 'share'}, percent(fraction)));
 }
 
 function showExposed() {
@@ -316,7 +320,7 @@ function showMemory(view) {
     byId('memory').hidden = true;
     return [];
   }
-  const most = Math.max(1, ...ranks.map((rank) => rank.memory.totals.reduce((a, b) => Math.max(a, b), 0)));
+  const most = ranks.flatMap((rank) => rank.memory.totals).reduce((a, b) => Math.max(a, b), 1);
   const names = data.memoryPurposes;
   const peaks = (rank) => {
     const {totals, bytes} = rank.memory;
@@ -379,12 +383,14 @@ function showLoss() {
   const curves = runs.map((run) => ({
     run, points: curvePoints(run.losses), validation: curvePoints(run.validationLosses),
   }));
-  const known = curves.flatMap(({points, validation}) => [...points, ...validation]).filter(Boolean);
+  const known = curves.flatMap(({points, validation}) => points.concat(validation)).filter(Boolean);
   if (known.length === 0) return () => {};
   byId('loss').hidden = false;
   curves.forEach(({run, points, validation}, r) => {
     const line = svg('svg', {class: 'line-swatch', viewBox: '0 0 30 10', 'aria-hidden': 'true'},
-        svg('path', {d: 'M1 5H29', class: `curve curve-${r % 5}`, 'stroke-dasharray': DASHES[r % 5]}));
+        svg('path', {
+          d: 'M1 5H29', class: `curve curve-${r % 5}`, 'stroke-dasharray': DASHES[r % 5],
+        }));
     const last = points.filter(Boolean).pop(), lastValidation = validation.filter(Boolean).pop();
     const figures = [
       last && `${last[1].toFixed(4)} at step ${last[0]}`,
@@ -419,7 +425,10 @@ function showLoss() {
     const text = (content, at, anchor) => svg('text', {...at, 'text-anchor': anchor}, content);
     for (let i = 0; bottomValue + i * yStep <= topValue + yStep / 1e3; ++i) {
       const value = bottomValue + i * yStep;
-      chart.append(svg('path', {class: 'gridline', d: `M${margin.left} ${y(value)}H${width - margin.right}`}),
+      chart.append(
+          svg('path', {
+            class: 'gridline', d: `M${margin.left} ${y(value)}H${width - margin.right}`,
+          }),
           text(String(Number(value.toPrecision(6))), {x: margin.left - 8, y: y(value) + 4}, 'end'));
     }
     const xStep = Math.max(1, tickStep(last - first, Math.max(2, Math.floor(width / 110))));
@@ -427,7 +436,8 @@ function showLoss() {
       chart.append(text(String(step), {x: x(step), y: height - 18},
           x(step) > width - 24 ? 'end' : 'middle'));
     }
-    chart.append(text('step', {x: (margin.left + width - margin.right) / 2, y: height - 3}, 'middle'));
+    const middle = (margin.left + width - margin.right) / 2;
+    chart.append(text('step', {x: middle, y: height - 3}, 'middle'));
     curves.forEach(({points, validation}, r) => {
       let path = '', pen = 'M';
       for (const point of points) {
@@ -440,7 +450,9 @@ function showLoss() {
         }));
       }
       for (const point of validation.filter(Boolean)) {
-        chart.append(svg('circle', {class: `curve curve-${r % 5}`, cx: x(point[0]), cy: y(point[1]), r: 3.5}));
+        chart.append(svg('circle', {
+          class: `curve curve-${r % 5}`, cx: x(point[0]), cy: y(point[1]), r: 3.5,
+        }));
       }
     });
     box.replaceChildren(chart);
@@ -473,7 +485,8 @@ function main() {
   const setTheme = (name) => {
     document.documentElement.dataset.theme = name;
     byId('theme').textContent = name === 'dark' ? 'Light' : 'Dark';
-    byId('theme').setAttribute('aria-label', `Switch to ${name === 'dark' ? 'light' : 'dark'} colours`);
+    const other = name === 'dark' ? 'light' : 'dark';
+    byId('theme').setAttribute('aria-label', `Switch to ${other} colours`);
     theme.read();
     CATEGORIES.forEach(({key}, c) => {
       document.documentElement.style.setProperty(`--on-${key}`, theme.onCategories[c]);
@@ -515,7 +528,8 @@ function main() {
   // For tests and the curious: what is visible, and where what is drawn.
   window.dim0 = {
     view,
-    rows: (run) => timelines[run].rows.map(({rank, stream}) => ({rank: rank.rank, stream: stream.name})),
+    rows: (run) => timelines[run].rows.map(
+        ({rank, stream}) => ({rank: rank.rank, stream: stream.name})),
     // The point, in the window, of a time on a row of a run's timeline.
     point(run, row, time) {
       const timeline = timelines[run], box = timeline.node.getBoundingClientRect();

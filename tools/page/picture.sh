@@ -32,8 +32,9 @@ browse() {
 }
 
 # The page says how high it is at this width.
-height="$(browse "--window-size=${WIDTH},2000" --dump-dom | grep -o -m 1 'data-height="[0-9]*"' | head -n 1 |
-  tr -dc '0-9')" || die "$1 is not a page that trace_report wrote"
+browse "--window-size=${WIDTH},2000" --dump-dom >"${scratch}/dom"
+height="$(head -c 2000 "${scratch}/dom" | grep -o 'data-height="[0-9]*"' | tr -dc '0-9')" ||
+  die "$1 is not a page that trace_report wrote"
 browse "--window-size=${WIDTH},${height}" --force-device-scale-factor=1.25 "--screenshot=${scratch}/picture.png" >/dev/null
 [[ -s "${scratch}/picture.png" ]] || die "${browser} made no picture: $(tail -n 1 "${scratch}/log")"
 mv "${scratch}/picture.png" "$2"
