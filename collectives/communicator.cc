@@ -156,7 +156,7 @@ absl::Status Communicator::AllGather(const CallInfo& call, DType dtype,
   }
   if (!arguments.status().ok()) return Refuse(arguments.status());
   return Finish("all_gather", call, dtype, moved,
-                DoAllGather(call, Identify(text + ")"), dtype, parts));
+                DoAllGather(call, Identify(text + ")", moved.sent * SizeOf(dtype)), dtype, parts));
 }
 
 absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
@@ -181,8 +181,9 @@ absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
     moved.sent += total - part.counts[rank_];
   }
   if (!arguments.status().ok()) return Refuse(arguments.status());
-  return Finish("reduce_scatter", call, dtype, moved,
-                DoReduceScatter(call, Identify(text + ")"), dtype, parts));
+  return Finish(
+      "reduce_scatter", call, dtype, moved,
+      DoReduceScatter(call, Identify(text + ")", moved.sent * SizeOf(dtype)), dtype, parts));
 }
 
 absl::Status Communicator::AllReduce(const CallInfo& call, DType dtype, ReduceOp op, void* data,
@@ -203,7 +204,8 @@ absl::Status Communicator::AllReduce(const CallInfo& call, DType dtype, ReduceOp
                        .sent = reduce_scatter + all_gather,
                        .hops = 2 * (world_size_ - 1)};
   return Finish("all_reduce", call, dtype, moved,
-                DoAllReduce(call, Identify(std::move(text)), dtype, op, data, count));
+                DoAllReduce(call, Identify(std::move(text), moved.sent * SizeOf(dtype)), dtype, op,
+                            data, count));
 }
 
 absl::Status Communicator::Broadcast(const CallInfo& call, DType dtype, void* data, int64_t count,
@@ -221,7 +223,8 @@ absl::Status Communicator::Broadcast(const CallInfo& call, DType dtype, void* da
                        .sent = world_size_ == 1 ? 0 : count,
                        .hops = world_size_ - 1};
   return Finish("broadcast", call, dtype, moved,
-                DoBroadcast(call, Identify(std::move(text)), dtype, data, count, root));
+                DoBroadcast(call, Identify(std::move(text), moved.sent * SizeOf(dtype)), dtype,
+                            data, count, root));
 }
 
 absl::Status Communicator::Gather(const CallInfo& call, DType dtype, const void* send, void* recv,
@@ -245,7 +248,8 @@ absl::Status Communicator::Gather(const CallInfo& call, DType dtype, const void*
                        .sent = is_root ? 0 : counts[rank_],
                        .hops = world_size_ - 1};
   return Finish("gather", call, dtype, moved,
-                DoGather(call, Identify(std::move(text)), dtype, send, recv, counts, root));
+                DoGather(call, Identify(std::move(text), moved.sent * SizeOf(dtype)), dtype, send,
+                         recv, counts, root));
 }
 
 absl::Status Communicator::Scatter(const CallInfo& call, DType dtype, const void* send, void* recv,
@@ -269,7 +273,8 @@ absl::Status Communicator::Scatter(const CallInfo& call, DType dtype, const void
                        .sent = is_root ? Sum(counts) - counts[rank_] : 0,
                        .hops = world_size_ - 1};
   return Finish("scatter", call, dtype, moved,
-                DoScatter(call, Identify(std::move(text)), dtype, send, recv, counts, root));
+                DoScatter(call, Identify(std::move(text), moved.sent * SizeOf(dtype)), dtype, send,
+                          recv, counts, root));
 }
 
 absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
@@ -303,17 +308,20 @@ absl::Status Communicator::AllToAll(const CallInfo& call, DType dtype,
   if (!arguments.status().ok()) return Refuse(arguments.status());
   return Finish(
       "all_to_all", call, dtype, moved,
-      DoAllToAll(call, Identify(CallText("all_to_all", call, dtype) + ")"), dtype, send, recv));
+      DoAllToAll(call,
+                 Identify(CallText("all_to_all", call, dtype) + ")", moved.sent * SizeOf(dtype)),
+                 dtype, send, recv));
 }
 
 absl::Status Communicator::Barrier(const CallInfo& call) {
   if (!failure_.ok()) return failure_;
   std::string text = absl::StrCat("barrier(unit '", call.unit, "', ", Name(call.purpose), ")");
   return Finish("barrier", call, DType::kByte, {.hops = world_size_ - 1},
-                DoBarrier(call, Identify(std::move(text))));
+                DoBarrier(call, Identify(std::move(text), /*bytes=*/0)));
 }
 
-Communicator::Fingerprint Communicator::Identify(std::string text) {
+Communicator::Fingerprint Communicator::Identify(std::string text, int64_t bytes) {
+  sending_ = bytes;
   Fingerprint fingerprint;
   fingerprint.sequence = ++sequence_;
   fingerprint.text = std::move(text);
@@ -327,10 +335,9 @@ Communicator::Fingerprint Communicator::Identify(std::string text) {
 
 absl::Status Communicator::Finish(absl::string_view operation, const CallInfo& call, DType dtype,
                                   const Moved& moved, absl::Status status) {
-  const int64_t bytes = moved.sent * SizeOf(dtype);
+  if (transfer_ != 0) link_->WaitFor(std::exchange(transfer_, 0), moved.hops);
   if (status.ok()) {
-    ledger_->Add(call.purpose, bytes);
-    if (link_ != nullptr) link_->Transfer(met_, bytes, moved.hops);
+    ledger_->Add(call.purpose, sending_);
   } else {
     failure_ = status;
   }
@@ -345,7 +352,7 @@ absl::Status Communicator::Finish(absl::string_view operation, const CallInfo& c
     }
     record->in_elements += moved.in;
     record->out_elements += moved.out;
-    if (status.ok()) record->bytes_sent += bytes;
+    if (status.ok()) record->bytes_sent += sending_;
   }
   met_ = absl::InfinitePast();
   return status;

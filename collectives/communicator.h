@@ -167,7 +167,10 @@ class Communicator {
         link_(link) {}
 
   // A backend whose ranks meet on the host calls this in every call as soon as all have entered it.
-  void AllArrived() { met_ = absl::Now(); }
+  void AllArrived() {
+    met_ = absl::Now();
+    if (link_ != nullptr) transfer_ = link_->Start(sending_);
+  }
 
   // What every backend call carries; ranks agree when their fingerprints are equal. `text` says in
   // words all that the ranks must agree on (operation, unit, purpose, type, counts, root) and is
@@ -215,8 +218,8 @@ class Communicator {
     int hops = 0;  // messages of a ring that wait for one another
   };
 
-  // The fingerprint of the next call.
-  Fingerprint Identify(std::string text);
+  // The fingerprint of the next call, which sends so many bytes.
+  Fingerprint Identify(std::string text, int64_t bytes);
   // Enters a successful call in the ledger and lets the link's time pass, or keeps the first error
   // for later calls. Fills in the call's record.
   absl::Status Finish(absl::string_view operation, const CallInfo& call, DType dtype,
@@ -230,6 +233,8 @@ class Communicator {
   ByteLedger* const ledger_;
   Link* const link_;
   absl::Time met_ = absl::InfinitePast();  // when all ranks had entered the call
+  int64_t sending_ = 0;                    // bytes that the call sends
+  int64_t transfer_ = 0;                   // the call's on the link; 0: none has begun
   int64_t sequence_ = 0;
   absl::Status failure_;  // of the first call that failed
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -46,16 +47,61 @@ absl::StatusOr<LinkSpeed> ParseLink(absl::string_view text) {
       "pcie5, nvlink4, 10gbe, 100gbe, 400gbe"));
 }
 
-void Link::Transfer(absl::Time start, int64_t bytes, int hops) {
-  absl::Time end;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    free_at_ = std::max(start, free_at_) +
-               absl::Seconds(static_cast<double>(bytes) / speed_.bytes_per_second);
-    // Others may send while this transfer's messages are on their way.
-    end = free_at_ + hops * speed_.latency;
+int64_t Link::Start(int64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const absl::Time now = absl::Now();
+  Advance(now);
+  transfers_[++last_] = {static_cast<double>(bytes), now};
+  return last_;
+}
+
+void Link::WaitFor(int64_t transfer, int hops) {
+  absl::Time done;
+  while (true) {
+    absl::Time next;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      next = Advance(absl::Now());
+      const auto it = transfers_.find(transfer);
+      if (it->second.bytes_left <= 0) {
+        done = it->second.done;
+        transfers_.erase(it);
+        break;
+      }
+    }
+    // Nothing can make a transfer faster before the next one is done.
+    absl::SleepFor(next - absl::Now());
   }
-  absl::SleepFor(end - absl::Now());
+  absl::SleepFor(done + hops * speed_.latency - absl::Now());
+}
+
+absl::Time Link::Advance(absl::Time now) {
+  while (true) {
+    int active = 0;
+    double least = std::numeric_limits<double>::infinity();
+    for (const auto& [id, transfer] : transfers_) {
+      if (transfer.bytes_left <= 0) continue;
+      ++active;
+      least = std::min(least, transfer.bytes_left);
+    }
+    if (active == 0) {
+      advanced_ = now;
+      return absl::InfiniteFuture();
+    }
+    const double rate = speed_.bytes_per_second / active;
+    const absl::Time next = advanced_ + absl::Seconds(least / rate);
+    const bool reached = next <= now;
+    const double moved = reached ? least : rate * absl::ToDoubleSeconds(now - advanced_);
+    for (auto& [id, transfer] : transfers_) {
+      if (transfer.bytes_left <= 0) continue;
+      // Of equal ones all are done at once, whatever the rounding.
+      transfer.bytes_left -= moved;
+      if (reached && transfer.bytes_left < 0.5) transfer.bytes_left = 0;
+      if (transfer.bytes_left <= 0) transfer.done = next;
+    }
+    advanced_ = reached ? next : now;
+    if (!reached) return next;
+  }
 }
 
 }  // namespace dim0

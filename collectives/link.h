@@ -5,6 +5,7 @@
 #define DIM0_COLLECTIVES_LINK_H_
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 
@@ -20,8 +21,8 @@ struct LinkSpeed {
   absl::Duration latency;  // of each hop of a ring
 };
 
-// "GB/s,microseconds" (1 GB is 10^9 bytes), or one of these. Bandwidths are the nominal ones in each
-// direction; latencies are round assumptions, not measurements:
+// "GB/s,microseconds" (1 GB is 10^9 bytes), or one of these. Bandwidths are the nominal ones in
+// each direction; latencies are round assumptions, not measurements:
 //
 //   pcie4     32 GB/s, 5 us    x16
 //   pcie5     64 GB/s, 5 us    x16
@@ -33,20 +34,32 @@ struct LinkSpeed {
 // Error: InvalidArgument, saying what is accepted.
 absl::StatusOr<LinkSpeed> ParseLink(absl::string_view text);
 
-// One rank's link. Transfers of all its communicators share it and go one after the other, as
-// messages through one network adapter do. Thread-safe.
+// One rank's link. Transfers of all its communicators share it: those under way at one time have
+// equal parts of its bandwidth, as flows through one network adapter do. Thread-safe.
 class Link {
  public:
   explicit Link(const LinkSpeed& speed) : speed_(speed) {}
 
-  // Sleeps until `bytes` in `hops` dependent messages would have left, had they been ready at
-  // `start` and waited for the transfers before them.
-  void Transfer(absl::Time start, int64_t bytes, int hops);
+  // Begins a transfer now. Every transfer is waited for.
+  int64_t Start(int64_t bytes);
+  // Sleeps until the transfer is done and `hops` messages, each of which waits for the one before,
+  // have arrived.
+  void WaitFor(int64_t transfer, int hops);
 
  private:
+  struct Transfer {
+    double bytes_left = 0;
+    absl::Time done;  // once none are left
+  };
+
+  // Lets all transfers go on until `now`. Returns when the next one will be done if none begins.
+  absl::Time Advance(absl::Time now);
+
   const LinkSpeed speed_;
   std::mutex mutex_;
-  absl::Time free_at_ = absl::InfinitePast();
+  std::map<int64_t, Transfer> transfers_;
+  int64_t last_ = 0;
+  absl::Time advanced_;  // where the transfers stand
 };
 
 }  // namespace dim0

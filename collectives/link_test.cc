@@ -96,6 +96,37 @@ TEST(Link, ChannelsOfARankShareIt) {
             absl::Milliseconds(32));
 }
 
+TEST(Link, TransfersUnderWayTogetherHaveEqualParts) {
+  // 10 ms alone and 40 ms alone, begun together: the short one is done at 20 ms, the long one at
+  // 50.
+  Link link({kMegabytePerSecond, absl::ZeroDuration()});
+  const absl::Time start = absl::Now();
+  const int64_t brief = link.Start(10000), lengthy = link.Start(40000);
+  absl::Time brief_done, lengthy_done;
+  std::thread other([&] {
+    link.WaitFor(lengthy, /*hops=*/0);
+    lengthy_done = absl::Now();
+  });
+  link.WaitFor(brief, /*hops=*/0);
+  brief_done = absl::Now();
+  other.join();
+  EXPECT_GE(brief_done - start, absl::Milliseconds(20));
+  EXPECT_GE(lengthy_done - start, absl::Milliseconds(50));
+  EXPECT_LT(brief_done, lengthy_done);
+}
+
+TEST(Link, ATransferThatWasDoneLongAgoIsNotWaitedFor) {
+  Link link({kMegabytePerSecond, absl::ZeroDuration()});
+  const int64_t early = link.Start(5000);
+  absl::SleepFor(absl::Milliseconds(10));
+  const int64_t late = link.Start(1000000);  // a second; it must not slow what is over
+  const absl::Time before = absl::Now();
+  link.WaitFor(early, /*hops=*/0);
+  EXPECT_LT(absl::Now() - before, absl::Milliseconds(500));
+  link.WaitFor(late, /*hops=*/0);
+  EXPECT_GE(absl::Now() - before, absl::Milliseconds(990));
+}
+
 TEST(Link, CountsFromWhenTheLastRankHasArrived) {
   const auto groups = *CreateThreadRanks(2, {.link = LinkSpeed{kMegabytePerSecond, {}}});
   absl::Time late;
