@@ -91,14 +91,6 @@ class StreamRecord {
   std::deque<RecordedMemory> memory_;
 };
 
-// How long one rank communicated and computed: unions of the ops' times, over all its streams. A
-// collective's time includes waiting for the other ranks.
-struct OverlapTimes {
-  absl::Duration communication;  // some kCollective op was running
-  absl::Duration computation;    // some other op was running
-  absl::Duration exposed;        // the part of `communication` in which no other op was running
-};
-
 // One rank's ops. Reading and clearing are for the times when no recorded stream has work in
 // flight; recording is switched and described by the one thread that enqueues.
 class OpRecorder {
@@ -125,7 +117,6 @@ class OpRecorder {
 
   // In the order in which the streams were added.
   std::vector<const StreamRecord*> streams() const;
-  OverlapTimes Overlap() const;
   // Forgets what was recorded; the streams stay.
   void Clear();
 

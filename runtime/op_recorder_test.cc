@@ -119,9 +119,8 @@ TEST(OpRecorder, ClearForgetsOpsAndKeepsStreams) {
   recorder.Clear();
   ASSERT_EQ(recorder.streams().size(), 1);
   EXPECT_TRUE(recorder.streams()[0]->ops().empty());
-  EXPECT_EQ(recorder.Overlap().computation, absl::ZeroDuration());
   Add(stream, OpKind::kCompute, 7, 8);
-  EXPECT_EQ(recorder.Overlap().computation, absl::Milliseconds(1));
+  EXPECT_EQ(recorder.streams()[0]->ops().size(), 1);
 }
 
 absl::Status Nothing(const OpContext&) { return absl::OkStatus(); }
@@ -262,44 +261,6 @@ TEST(OpRecorder, AFailedOpIsMarked) {
   EXPECT_FALSE(stream->Synchronize().ok());
   EXPECT_FALSE(recorder.streams()[0]->ops()[0].failed);
   EXPECT_TRUE(recorder.streams()[0]->ops()[1].failed);
-}
-
-TEST(OpRecorder, OverlapOfNothingIsNothing) {
-  const OverlapTimes times = OpRecorder().Overlap();
-  EXPECT_EQ(times.communication, absl::ZeroDuration());
-  EXPECT_EQ(times.computation, absl::ZeroDuration());
-  EXPECT_EQ(times.exposed, absl::ZeroDuration());
-}
-
-TEST(OpRecorder, ACollectiveIsExposedWhereNoOtherStreamComputes) {
-  OpRecorder recorder;
-  StreamRecord* network = recorder.AddStream("network");
-  StreamRecord* compute = recorder.AddStream("compute");
-  Add(network, OpKind::kCollective, 0, 10);
-  Add(network, OpKind::kCollective, 20, 30);
-  Add(network, OpKind::kCollective, 50, 60);
-  Add(compute, OpKind::kCompute, 5, 22);
-  Add(compute, OpKind::kOptimizer, 24, 26);
-  Add(compute, OpKind::kCopy, 60, 61);
-  const OverlapTimes times = recorder.Overlap();
-  EXPECT_EQ(times.communication, absl::Milliseconds(30));
-  EXPECT_EQ(times.computation, absl::Milliseconds(17 + 2 + 1));
-  EXPECT_EQ(times.exposed, absl::Milliseconds(5 + 2 + 4 + 10));
-}
-
-TEST(OpRecorder, TimesInWhichSeveralOpsRunCountOnce) {
-  OpRecorder recorder;
-  StreamRecord* a = recorder.AddStream("a");
-  StreamRecord* b = recorder.AddStream("b");
-  Add(a, OpKind::kCollective, 0, 10);
-  Add(b, OpKind::kCollective, 2, 4);  // within
-  Add(b, OpKind::kCollective, 8, 13);
-  Add(a, OpKind::kCompute, 20, 30);
-  Add(b, OpKind::kCompute, 25, 35);
-  const OverlapTimes times = recorder.Overlap();
-  EXPECT_EQ(times.communication, absl::Milliseconds(13));
-  EXPECT_EQ(times.computation, absl::Milliseconds(15));
-  EXPECT_EQ(times.exposed, absl::Milliseconds(13));
 }
 
 }  // namespace

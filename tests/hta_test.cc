@@ -6,10 +6,13 @@
 #include <cstdlib>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "runtime/trace/trace.h"
 #include "runtime/trace/trace_file.h"
+#include "runtime/trace/trace_report.h"
 #include "tests/run_program.h"
 
 namespace dim0 {
@@ -49,6 +52,20 @@ class HtaTest : public ProgramTest {
     traces_[rank].streams[index].ops.push_back(op);
   }
 
+  // Each rank's overlap in per cent, as HTA finds it. Skips the test where there is no HTA.
+  void FindOverlap(const std::string& dir, std::vector<std::pair<int, double>>* found) {
+    const char* python = std::getenv("DIM0_HTA_PYTHON");
+    const Outcome outcome =
+        Run("/usr/bin/env", {python != nullptr ? python : "python3", "tests/hta_overlap.py", dir});
+    constexpr int kNoProgram = 127, kNoPackage = 3;
+    if (outcome.exit_status == kNoProgram || outcome.exit_status == kNoPackage) {
+      GTEST_SKIP() << "no Python with HolisticTraceAnalysis: " << outcome.err;
+    }
+    ASSERT_EQ(outcome.exit_status, 0) << outcome.err;
+    std::istringstream lines(outcome.out);
+    for (std::pair<int, double> line; lines >> line.first >> line.second;) found->push_back(line);
+  }
+
   RankTrace traces_[2];
 
  private:
@@ -85,25 +102,49 @@ TEST_F(HtaTest, FindsTheOverlapThatATraceHas) {
   Add(1, 3, OpKind::kOptimizer, 399, 700, 600);
 
   for (const RankTrace& trace : traces_) ASSERT_TRUE(WriteTrace(folder(), trace).ok());
-  const char* python = std::getenv("DIM0_HTA_PYTHON");
-  const Outcome outcome = Run(
-      "/usr/bin/env", {python != nullptr ? python : "python3", "tests/hta_overlap.py", folder()});
-  constexpr int kNoProgram = 127, kNoPackage = 3;
-  if (outcome.exit_status == kNoProgram || outcome.exit_status == kNoPackage) {
-    GTEST_SKIP() << "no Python with HolisticTraceAnalysis: " << outcome.err;
-  }
-  ASSERT_EQ(outcome.exit_status, 0) << outcome.err;
-
-  std::istringstream lines(outcome.out);
   std::vector<std::pair<int, double>> found;
-  for (std::pair<int, double> line; lines >> line.first >> line.second;) found.push_back(line);
-  ASSERT_EQ(found.size(), 2u) << outcome.out << outcome.err;
+  ASSERT_NO_FATAL_FAILURE(FindOverlap(folder(), &found));
+  if (IsSkipped()) return;
+  ASSERT_EQ(found.size(), 2u);
   EXPECT_EQ(found[0].first, 0);
   // 30 of [50, 80), 50 of [150, 200), 120 of [300, 420) and 10 of [440, 450), of 350.
   EXPECT_NEAR(found[0].second, 60, 0.6);
   EXPECT_EQ(found[1].first, 1);
   // 40 of [20, 60), 10 of [90, 100), 1 of [140, 141) and 1 of [399, 400), of 200.
   EXPECT_NEAR(found[1].second, 26, 0.26);
+
+  const absl::StatusOr<TraceReport> report = AnalyzeTraces(traces_);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_NEAR(report->ranks[0].all.fraction_hidden(), 0.60, 1e-9);
+  EXPECT_NEAR(report->ranks[1].all.fraction_hidden(), 0.26, 1e-9);
+}
+
+TEST_F(HtaTest, FindsTheOverlapThatOurReportFindsInARunsTrace) {
+  std::string text;
+  for (int i = 0; i < 300; ++i) absl::StrAppend(&text, "The square of ", i, " is ", i * i, ".\n");
+  Write("text.txt", text);
+  // Slow enough for communication to be seen; Muon, for collectives on all streams.
+  const Outcome train =
+      Run("tools/train",
+          {"--layers=3", "--width=64", "--heads=2", "--vocab=256", "--seq_len=32", "--batch=4",
+           "--steps=4", "--ranks=3", "--threads_per_rank=1", "--optimizer=muon", "--link=0.02,100",
+           absl::StrCat("--data=", Path("text.txt")), absl::StrCat("--run_dir=", Path("run")),
+           absl::StrCat("--trace=", Path("trace")), "--trace_steps=2:4"});
+  ASSERT_EQ(train.exit_status, 0) << train.err;
+  const absl::StatusOr<std::vector<RankTrace>> traces = ReadTraces(Path("trace"));
+  ASSERT_TRUE(traces.ok()) << traces.status();
+  const absl::StatusOr<TraceReport> report = AnalyzeTraces(*traces);
+  ASSERT_TRUE(report.ok()) << report.status();
+
+  std::vector<std::pair<int, double>> found;
+  ASSERT_NO_FATAL_FAILURE(FindOverlap(Path("trace"), &found));
+  if (IsSkipped()) return;
+  ASSERT_EQ(found.size(), 3u);
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT_EQ(found[rank].first, rank);
+    EXPECT_GT(found[rank].second, 1);
+    EXPECT_NEAR(found[rank].second, 100 * report->ranks[rank].all.fraction_hidden(), 1);
+  }
 }
 
 }  // namespace

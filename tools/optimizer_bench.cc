@@ -23,6 +23,8 @@
 #include "runtime/op_recorder.h"
 #include "runtime/random.h"
 #include "runtime/sharding.h"
+#include "runtime/trace/trace_report.h"
+#include "runtime/trace/tracer.h"
 
 namespace dim0 {
 namespace {
@@ -300,7 +302,7 @@ double BytesPerParameter(Scheme scheme) {
 // One rank's measurements of one step.
 struct Sample {
   absl::Time begin, end;
-  OverlapTimes overlap;
+  RankReport report;            // not of a run that only counts bytes
   double flops = 0, bytes = 0;  // of the ops that are no collectives
   int64_t sent = 0;
   double triad_rate = 0;
@@ -362,7 +364,13 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
           steppers[i]->Step({.step = step, .gradient_scale = gradient_scale.f32()}));
       sample.end = absl::Now();
       sample.sent = ledger.bytes(Purpose::kOptimizer) - sent_before;
-      sample.overlap = recorders[i]->Overlap();
+      if (!options.ledger_only) {
+        const TraceStep whole = {step, absl::ToUnixMicros(sample.begin),
+                                 absl::ToUnixMicros(sample.end)};
+        DIM0_ASSIGN_OR_RETURN(const TraceReport report,
+                              AnalyzeTraces({MakeTrace(*recorders[i], {}, {whole}, {})}));
+        sample.report = report.mean;
+      }
       for (const StreamRecord* record : recorders[i]->streams()) {
         for (const RecordedOp& op : record->ops()) {
           if (op.info.kind == OpKind::kCollective) continue;
@@ -401,9 +409,10 @@ SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, S
     for (size_t k = 0; k < repeats; ++k) {
       const Sample& sample = (*samples)[k];
       step_ms.push_back(absl::ToDoubleMilliseconds(sample.end - begins[k]));
-      comm_ms.push_back(absl::ToDoubleMilliseconds(sample.overlap.communication));
-      compute_ms.push_back(absl::ToDoubleMilliseconds(sample.overlap.computation));
-      exposed_ms.push_back(absl::ToDoubleMilliseconds(sample.overlap.exposed));
+      const Overlap& all = sample.report.all;
+      comm_ms.push_back(all.communication);
+      compute_ms.push_back(sample.report.split.compute + sample.report.split.optimizer_compute);
+      exposed_ms.push_back(all.communication - all.hidden);
       result.step_ms[k] = std::max(result.step_ms[k], step_ms.back());
       triad_rates[k] += sample.triad_rate;
     }

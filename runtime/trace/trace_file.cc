@@ -653,6 +653,18 @@ absl::string_view Difference(const RankTrace& a, const RankTrace& b) {
   return "";
 }
 
+// Leaves the steps that all ranks have whole.
+void KeepCommonSteps(std::vector<RankTrace>& traces) {
+  std::map<int64_t, size_t> ranks_with;
+  for (const RankTrace& trace : traces) {
+    for (const TraceStep& step : trace.steps) ++ranks_with[step.step];
+  }
+  for (RankTrace& trace : traces) {
+    std::erase_if(trace.steps,
+                  [&](const TraceStep& step) { return ranks_with[step.step] < traces.size(); });
+  }
+}
+
 }  // namespace
 
 absl::Status PrepareTraceDir(const std::string& dir) {
@@ -723,6 +735,7 @@ absl::StatusOr<std::vector<RankTrace>> ReadTraces(const std::string& dir) {
                                             " is missing: the run had ", traces.front().world_size,
                                             " ranks; copy it there"));
   }
+  KeepCommonSteps(traces);
   return traces;
 }
 

@@ -69,7 +69,8 @@ absl::Status WriteTrace(const std::string& dir, const RankTrace& trace);
 std::string TraceDirOf(const std::string& dir);
 
 // All ranks of one run, in rank order, from the files that WriteTrace wrote to TraceDirOf(dir).
-// Equal to what was written, but for names that are not UTF-8. Errors, one line each that names the
+// Equal to what was written, but for names that are not UTF-8, and for steps that only some ranks
+// have because others were cut short: those are left out. Errors, one line each that names the
 // file and what to do: NotFound (no such folder, no trace in it, a rank's file missing),
 // InvalidArgument (not a folder, or a file that is empty, truncated, damaged, not JSON, another
 // program's, a newer version's, another rank's or of a different run).

@@ -56,7 +56,6 @@ class Tracer {
 
   // Writes the trace. Once; later calls do nothing. The streams must be idle.
   absl::Status Write(const MemoryUse& live);
-  bool written() const { return written_; }
 
  private:
   const TraceOptions options_;

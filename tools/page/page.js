@@ -54,7 +54,10 @@ function runHeading(run, ...more) {
 // The names of flags whose values are not the same in all runs.
 function differingFlags() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.flags)))].sort();
-  return names.filter((name) => runs.some((run) => run.flags[name] !== runs[0].flags[name]));
+  // Where a run's files lie says nothing about the run.
+  const folders = ['run_dir', 'trace'];
+  return names.filter((name) => !folders.includes(name) &&
+                      runs.some((run) => run.flags[name] !== runs[0].flags[name]));
 }
 
 function showHeader() {
