@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh machine to a trained model: installs what is missing, builds, prepares a text, trains a small GPT-2 on
-# two ranks with RMNP for a minute or two, and lets it write.
+# two ranks with RMNP for a minute or two, lets it write, and shows where the time went.
 #
 # usage: tools/quickstart.sh [--data=FILE] [--steps=N]
 #   --data   a text file of at least 1 MB; by default the fortunes that the distribution ships
@@ -19,6 +19,10 @@ for argument in "$@"; do
       ;;
   esac
 done
+
+[[ "${steps}" =~ ^[1-9][0-9]{0,8}$ ]] || { echo "${0##*/}: --steps=${steps} is not a number of steps" >&2; exit 2; }
+# The first two warm up.
+traced="$((steps < 3 ? 1 : 3)):$((steps < 5 ? steps : 5))"
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
@@ -47,7 +51,7 @@ size="$(wc -c <"${data}")"
 
 echo "Building (several minutes the first time)"
 "${BAZEL}" build "--jobs=$(compile_jobs)" --show_progress_rate_limit=15 \
-  //tools:prepare //tools:train //tools:generate >"${dir}/build.log" 2>&1 ||
+  //tools:prepare //tools:train //tools:generate //tools:trace_report >"${dir}/build.log" 2>&1 ||
   { tail -n 40 "${dir}/build.log" >&2; die "the build failed (all it said: ${dir}/build.log)"; }
 
 echo "Preparing ${data}"
@@ -57,10 +61,13 @@ bazel-bin/tools/prepare "--input=${data}" "--output_dir=${dir}/tokens"
 echo "Training ${steps} steps"
 bazel-bin/tools/train --layers=4 --width=256 --heads=4 --vocab=256 --seq_len=128 --batch=8 --ranks=2 \
   --threads_per_rank=1 "--steps=${steps}" --optimizer=rmnp --warmup_steps=10 --schedule=cosine \
-  --val_every=50 --log_every=10 "--data=${dir}/tokens/*.bin" "--run_dir=${dir}/run"
+  --val_every=50 --log_every=10 "--data=${dir}/tokens/*.bin" "--run_dir=${dir}/run" \
+  "--trace=${dir}/run/trace" "--trace_steps=${traced}"
+bazel-bin/tools/trace_report "--html=${dir}/run/trace.html" "${dir}/run" >/dev/null
 
 echo
 echo "A sample of what it writes:"
 bazel-bin/tools/generate "--run_dir=${dir}/run" --prompt="The " --tokens=300
 echo
-echo "Run folder: ${PWD}/${dir}/run (metrics.jsonl, summary.json, weights)"
+echo "Run folder: ${PWD}/${dir}/run (metrics.jsonl, summary.json, weights, trace)"
+echo "Where its time went, as a page for a browser: ${PWD}/${dir}/run/trace.html"
