@@ -63,7 +63,7 @@ class SleepingModel : public Model {
   absl::Span<const UnitSpec> units() const override { return units_; }
   absl::Span<const Stage> stages() const override { return stages_; }
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
-  void Begin(Stream&, const Batch&, float) override {}
+  void Begin(Stream&, const Batch&, absl::Span<const std::vector<int32_t>>, float) override {}
   void Forward(int, absl::Span<const Tensor>, bool, double*, Stream& stream) override {
     Sleep("forward", forward_, stream);
   }
