@@ -6,11 +6,10 @@
 //
 // What is to be expected, with m < c, the first all-gather and the last reduce-scatter having
 // nothing to hide behind:
-//   prefetch 1 or more   forward m + L c, backward 2 L c + m (its first unit is gathered during
-//                        forward's last)
-//   prefetch 0           forward L (m + c), backward from L (2 c + m) + m, where each
-//                        reduce-scatter hides behind the next unit, to L (2 c + 2 m), where the
-//                        next all-gather has to wait for it, because both use one link
+//   prefetch 1 or more   forward m + L c, backward 2 L c + m (its first unit is still gathered)
+//   prefetch 0           forward L (m + c), backward from L (2 c + m), where each reduce-scatter
+//                        hides behind the next unit, to L (2 c + 2 m) - m, where the next
+//                        all-gather has to wait for it, because both use one link
 // A second table has a model whose middle unit takes 3 times as long to gather: a prefetch of one
 // unit gives its gather c to hide behind, a prefetch of two gives it 2 c less the gather between.
 #include <algorithm>
@@ -183,7 +182,7 @@ absl::Status Bench(int units, double c, double m, int repeats) {
     const double forward_expected = prefetch == 0 ? units * (m + c) : m + units * c;
     // Without prefetch the middle of what it may be.
     const double backward_expected =
-        prefetch == 0 ? units * (2 * c + 1.5 * m) + 0.5 * m : 2 * units * c + m;
+        prefetch == 0 ? units * (2 * c + 1.5 * m) - 0.5 * m : 2 * units * c + m;
     std::printf("%-9d %6.1f ms %6.1f ms %6.3f %6.1f ms %6.1f ms %6.3f %6.1f ms %5.0f KiB\n",
                 prefetch, forward, forward_expected, forward / forward_expected, backward,
                 backward_expected, backward / backward_expected, Median(times.exposed),

@@ -57,6 +57,7 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
       table_(model.units()) {
   const absl::Span<const Stage> stages = model_.stages();
   units_.resize(table_.num_units());
+  std::vector<int> whole(table_.num_units());  // stages that use the unit whole
   for (int s = 0; s < static_cast<int>(stages.size()); ++s) {
     UnitState& state = units_[stages[s].unit];
     if (state.first_stage < 0) {
@@ -64,9 +65,7 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
       update_order_.push_back(stages[s].unit);
     }
     DIM0_CHECK(s == 0 || stages[s].lookups.empty());
-    if (!stages[s].lookups.empty()) continue;
-    DIM0_CHECK(state.stage < 0);
-    state.stage = s;
+    if (stages[s].lookups.empty()) ++whole[stages[s].unit];
   }
   for (const Lookup& lookup : stages[0].lookups) {
     const int id = table_.first(stages[0].unit) + lookup.position;
@@ -74,11 +73,11 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
   }
   for (int u = 0; u < table_.num_units(); ++u) {
     UnitState& state = units_[u];
-    DIM0_CHECK(state.stage >= 0);
-    const bool is_last = state.stage + 1 == static_cast<int>(stages.size());
+    DIM0_CHECK(whole[u] == 1);
+    const bool is_last = u == stages.back().unit;
     state.stays = is_last || !options_.reshard_after_forward;
-    // It is often the largest: two slots of its size would take more, and a gradient that is
-    // reduced for long must not make the next but one wait for its slot.
+    // The last stage's unit is often the largest by far: two slots of its size would take more, and
+    // backward's third unit would wait for the slot until its gradient has been reduced.
     state.own_gradient = is_last || !options_.sync_every_micro_batch;
     state.unit.index = u;
     for (int id = table_.first(u); id < table_.first(u + 1); ++id) {

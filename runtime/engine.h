@@ -7,9 +7,9 @@
 //              norm
 //
 // The last stage's unit, with which backward begins, stays gathered, and so do all units without
-// reshard_after_forward. A stage that looks up rows gathers nothing: shards are whole rows, so the
-// ranks that store them send each rank those that it needs, and get the rows of its gradient back
-// to add to their shards.
+// reshard_after_forward. A first stage that looks up rows gathers nothing: shards are whole rows,
+// so the ranks that store them send each rank those that it needs, and get its gradient of them to
+// add to their shards.
 //
 // Everything is enqueued. The host blocks twice a step: at its start, when nothing could run yet,
 // for the ranks to tell each other which rows they will look up, so that every count is known when
@@ -140,8 +140,7 @@ class Engine {
   struct UnitState {
     Unit unit;                                 // shards
     std::vector<std::vector<int64_t>> counts;  // per parameter, elements of each rank
-    int stage = -1;                            // that uses it whole
-    int first_stage = -1;                      // that uses it at all
+    int first_stage = -1;                      // the first that uses it
     bool stays = false;                        // keeps its gathered buffer through the step
     bool own_gradient = false;                 // does not share the gradient slots
     Slot gathered_buffer;                      // used if `stays`
@@ -192,8 +191,7 @@ class Engine {
   // One pass over the stages: forward, and backward if `training`.
   void RunMicroBatch(const MicroBatch& micro_batch, bool training, bool first, bool last,
                      float gradient_scale, const std::function<void(UnitState&)>& reduced);
-  // Issues all-gathers in visiting order: those that are needed by now, and as many ahead as may
-  // be.
+  // Issues all-gathers in visiting order: those needed by now, and those for which there is room.
   void IssueGathers();
   Gathered Gather(UnitState& state, Phase phase);
   // Makes compute wait for the unit, if it is gathered for this stage.

@@ -21,6 +21,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "collectives/process_group.h"
+#include "runtime/op_recorder.h"
 
 namespace dim0 {
 namespace {
@@ -663,6 +664,85 @@ TEST(Engine, PrefetchDepthBoundsTheGatheredMemory) {
   const int64_t slot = gathered(1) - gathered(0);
   EXPECT_GT(slot, 0);
   EXPECT_EQ(gathered(3) - gathered(1), 2 * slot);
+}
+
+// What a step of one rank and 3 blocks enqueues, by unit: the sending of rows, all-gathers, forward
+// and backward.
+std::vector<std::string> OrderOfOneStep(const EngineOptions& options) {
+  auto groups = *CreateThreadRanks(1, {});
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  Allocator allocator(device.get());
+  ToyModel model(3, false);
+  Sgd sgd(*device, false);
+  const auto engine = *Engine::Create(options, model, *groups[0], *device, allocator, &sgd);
+  EXPECT_TRUE(engine->Start(1).ok());
+  const ToyBatch data = {{6, 0, 6}};
+  const Batch batch = data.batch();
+  EXPECT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
+  EXPECT_TRUE(engine->Synchronize().ok());
+
+  std::map<int64_t, std::string> order;  // by id, which counts what is enqueued
+  for (const StreamRecord* stream : recorder.streams()) {
+    for (const RecordedOp& op : stream->ops()) {
+      const bool backward = op.phase == Phase::kBackward;
+      if (op.call.purpose == Purpose::kParameter && op.call.calls > 0) {
+        order[op.id] = absl::StrCat(op.call.operation, " ", *op.unit);
+      } else if (op.info.name == "check" && !backward) {
+        order[op.id] = absl::StrCat("forward ", *op.unit);
+      } else if (op.info.name == "backward") {
+        order[op.id] = absl::StrCat("backward ", *op.unit);
+      }
+    }
+  }
+  std::vector<std::string> names;
+  for (const auto& [id, name] : order) names.push_back(name);
+  return names;
+}
+
+TEST(Engine, GathersAheadIntoFreeSlotsAndWhatStaysAsSoonAsItIsNext) {
+  using Order = std::vector<std::string>;
+  EXPECT_EQ(OrderOfOneStep({.prefetch = 0}),
+            (Order{"all_to_all root", "all_to_all root", "forward root",  //
+                   "all_gather h.0", "forward h.0",                       //
+                   "all_gather h.1", "forward h.1",                       //
+                   "all_gather h.2", "forward h.2",                       //
+                   "all_gather root", "forward root", "backward root",    //
+                   "all_gather h.2", "backward h.2",                      //
+                   "all_gather h.1", "backward h.1",                      //
+                   "all_gather h.0", "backward h.0", "backward root"}));
+  // Two slots: while the first and the last stage compute, which use none, both are filled.
+  EXPECT_EQ(OrderOfOneStep({.prefetch = 1}),
+            (Order{"all_to_all root", "all_to_all root",                //
+                   "all_gather h.0", "all_gather h.1", "forward root",  //
+                   "forward h.0",                                       //
+                   "all_gather h.2", "all_gather root", "forward h.1",  //
+                   "all_gather h.2", "forward h.2",                     //
+                   "all_gather h.1", "forward root", "backward root",   //
+                   "backward h.2",                                      //
+                   "all_gather h.0", "backward h.1", "backward h.0", "backward root"}));
+  EXPECT_EQ(OrderOfOneStep({.reshard_after_forward = false}),
+            (Order{"all_to_all root", "all_to_all root", "all_gather h.0", "all_gather h.1",
+                   "all_gather h.2", "all_gather root", "forward root", "forward h.0",
+                   "forward h.1", "forward h.2", "forward root", "backward root", "backward h.2",
+                   "backward h.1", "backward h.0", "backward root"}));
+}
+
+TEST(Engine, EvaluatesWithoutAnOptimizer) {
+  OnRanks(3, [&](int rank, ProcessGroup& group) {
+    const auto device = *CreateDevice(Backend::kCpu, 1);
+    ToyModel model(2, true);
+    Allocator allocator(device.get());
+    const auto engine = *Engine::Create({}, model, group, *device, allocator, nullptr);
+    ASSERT_TRUE(engine->Start(1).ok());
+    const std::vector<ToyBatch> data = {DataOf(rank, 0), DataOf(rank, 1), DataOf(rank, 2)};
+    const std::vector<Batch> batches = {data[0].batch(), data[1].batch(), data[2].batch()};
+    // Weights 1 + (rank + micro-batch) % 2: 1 2 1, 2 1 2, 1 2 1.
+    EXPECT_EQ(*engine->Evaluate(batches), 13);
+    EXPECT_EQ(model.wrong(), 0);
+    EXPECT_EQ(allocator.peak()[MemoryPurpose::kGradients], 0);
+  });
 }
 
 TEST(Engine, ANegativePrefetchIsRefused) {
