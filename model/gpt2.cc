@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -10,7 +11,8 @@
 namespace dim0 {
 namespace {
 
-// Positions of parameters in their unit, as Gpt2Units lists them.
+// Positions of parameters in their unit, as Gpt2Units lists them. The first stage's lookups are the
+// first two.
 enum RootParameter { kWte, kWpe, kFinalGain, kFinalBias };
 enum BlockParameter {
   kNorm1Gain,
@@ -163,7 +165,7 @@ Gpt2::Gpt2(const Gpt2Config& config, bool recompute, Device& device)
       kernels_(CreateKernels(device)),
       units_(Gpt2Units(config)) {
   DIM0_CHECK(config.Validate().ok());
-  stages_.push_back({"embedding", 0});
+  stages_.push_back({"embedding", 0, {{kWte}, {kWpe}}});
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     stages_.push_back({units_[layer + 1].name, static_cast<int>(layer) + 1});
   }
@@ -186,8 +188,10 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
     if (status.ok()) status = buffer.status();
     return Buffer();
   };
+  stages_[0].lookups[kWte].most = n;
+  stages_[0].lookups[kWpe].most = seq_len;
   static_assert(sizeof(int32_t) == sizeof(float));
-  token_ids_ = allocate(n);
+  token_rows_ = allocate(n);
   targets_ = allocate(n);
   // Without a backward to come, two residual buffers take turns and blocks share their activations.
   residual_.resize(training ? config_.layers + 1 : 2);
@@ -225,12 +229,19 @@ Tensor Gpt2::View(const Buffer& buffer, int64_t cols) const {
   return F32(buffer.f32(), tokens(), cols);
 }
 
-void Gpt2::Begin(Stream& stream, const Batch& batch, float gradient_scale) {
+std::vector<std::vector<int32_t>> Gpt2::RowUses(const Batch& batch) const {
+  std::vector<int32_t> positions(batch.seq_len);
+  std::iota(positions.begin(), positions.end(), 0);
+  return {{batch.tokens, batch.tokens + batch.sequences * batch.seq_len}, std::move(positions)};
+}
+
+void Gpt2::Begin(Stream& stream, const Batch& batch, absl::Span<const std::vector<int32_t>> uses,
+                 float gradient_scale) {
   batch_size_ = batch.sequences;
   seq_len_ = batch.seq_len;
   gradient_scale_ = gradient_scale;
   const int64_t bytes = tokens() * sizeof(int32_t);
-  device_.CopyFromHost(stream, token_ids_.data(), batch.tokens, bytes);
+  device_.CopyFromHost(stream, token_rows_.data(), uses[kWte].data(), bytes);
   device_.CopyFromHost(stream, targets_.data(), batch.targets, bytes);
 }
 
@@ -238,7 +249,8 @@ void Gpt2::Forward(int stage, absl::Span<const Tensor> parameters, bool training
                    Stream& stream) {
   const int64_t c = config_.width;
   if (stage == 0) {
-    kernels_->EmbeddingForward(stream, static_cast<const int32_t*>(token_ids_.data()), seq_len_,
+    // The positions in use are 0 to T - 1, so each is its own row of the table, too.
+    kernels_->EmbeddingForward(stream, static_cast<const int32_t*>(token_rows_.data()), seq_len_,
                                parameters[kWte], parameters[kWpe], View(residual(0), c));
     return;
   }
@@ -293,9 +305,8 @@ void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
   const int64_t c = config_.width;
   const Write write = accumulate ? Write::kAccumulate : Write::kOverwrite;
   if (stage == 0) {
-    // The head has written the token table's gradient already.
-    kernels_->EmbeddingBackward(stream, static_cast<const int32_t*>(token_ids_.data()), seq_len_,
-                                View(d_residual_, c), gradients[kWte], gradients[kWpe], write);
+    kernels_->EmbeddingBackward(stream, static_cast<const int32_t*>(token_rows_.data()), seq_len_,
+                                View(d_residual_, c), gradients[kWte], gradients[kWpe]);
     return;
   }
   if (stage <= config_.layers) {
@@ -305,6 +316,9 @@ void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
   }
   kernels_->LinearBackward(stream, View(logits_, config_.vocab), View(final_norm_, c),
                            parameters[kWte], View(d_narrow_, c), gradients[kWte], Tensor(), write);
+  if (!accumulate) {  // positions have no gradient here
+    device_.Zero(stream, gradients[kWpe].data, gradients[kWpe].bytes());
+  }
   kernels_->LayerNormBackward(stream, View(d_narrow_, c), View(residual(config_.layers), c),
                               parameters[kFinalGain], View(final_mean_, 1), View(final_rstd_, 1),
                               View(d_residual_, c), Write::kOverwrite, gradients[kFinalGain],

@@ -1,6 +1,6 @@
 // GPT-2 as the engine sees it: one unit per block, and the root unit (token and position
-// embeddings, final norm) that serves both the first stage and the last, its token table being tied
-// to the head.
+// embeddings, final norm), which the head needs whole, the token table being tied to it, and in
+// which the first stage looks up the rows of its tokens and positions.
 //
 // Pre-norm blocks with biases, learned positions, LayerNorm eps 1e-5, GELU in its tanh form.
 // N = B*T tokens of a micro-batch, C = width, V = vocabulary, P = positions.
@@ -60,7 +60,9 @@ class Gpt2 : public Model {
   absl::Span<const Stage> stages() const override { return stages_; }
   absl::Status Allocate(Allocator& allocator, int64_t sequences, int64_t seq_len,
                         bool training) override;
-  void Begin(Stream& stream, const Batch& batch, float gradient_scale) override;
+  std::vector<std::vector<int32_t>> RowUses(const Batch& batch) const override;
+  void Begin(Stream& stream, const Batch& batch, absl::Span<const std::vector<int32_t>> uses,
+             float gradient_scale) override;
   void Forward(int stage, absl::Span<const Tensor> parameters, bool training, double* loss_sum,
                Stream& stream) override;
   void Backward(int stage, absl::Span<const Tensor> parameters, absl::Span<const Tensor> gradients,
@@ -104,7 +106,7 @@ class Gpt2 : public Model {
   int64_t seq_len_ = 0;
   float gradient_scale_ = 0;
 
-  Buffer token_ids_, targets_;            // int32 [N]
+  Buffer token_rows_, targets_;           // int32 [N]; the tokens' rows in the first stage's table
   std::vector<Buffer> residual_;          // [N, C]: the input of each block, then of the head
   std::vector<BlockActivations> blocks_;  // one per layer, or one for all
   Buffer final_norm_, final_mean_, final_rstd_;

@@ -4,11 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -71,20 +73,54 @@ class TinyGpt2 : public testing::TestWithParam<std::tuple<int, bool>> {
   // Sum of the losses.
   double Forward(bool training) {
     double loss = 0;
-    model_->Begin(*stream_, {kBatch, kSeqLen, tokens_.data(), targets_.data()},
-                  1.0f / (kBatch * kSeqLen));
+    const Batch batch = {kBatch, kSeqLen, tokens_.data(), targets_.data()};
+    const std::vector<std::vector<int32_t>> rows = model_->RowUses(batch);
+    std::vector<std::vector<int32_t>> uses(rows.size());
+    for (size_t k = 0; k < rows.size(); ++k) {
+      distinct_[k] = std::set<int32_t>(rows[k].begin(), rows[k].end());
+      for (const int32_t row : rows[k]) {
+        uses[k].push_back(std::distance(distinct_[k].begin(), distinct_[k].find(row)));
+      }
+    }
+    model_->Begin(*stream_, batch, uses, 1.0f / (kBatch * kSeqLen));
+    // The first stage's tables of the rows in use.
+    std::vector<std::vector<float>> values(rows.size());
+    std::vector<Tensor> tables;
+    for (size_t k = 0; k < rows.size(); ++k) {
+      for (const int32_t row : distinct_[k]) {
+        const float* value = values_[0][k].data() + row * kTiny.width;
+        values[k].insert(values[k].end(), value, value + kTiny.width);
+      }
+      tables.push_back(F32(values[k].data(), distinct_[k].size(), kTiny.width));
+    }
     for (size_t s = 0; s < model_->stages().size(); ++s) {
-      model_->Forward(s, parameter_views_[model_->stages()[s].unit], training, &loss, *stream_);
+      model_->Forward(s, s == 0 ? tables : parameter_views_[model_->stages()[s].unit], training,
+                      &loss, *stream_);
     }
     EXPECT_TRUE(stream_->Synchronize().ok());
     return loss;
   }
   void Backward(bool accumulate) {
-    for (int s = static_cast<int>(model_->stages().size()) - 1; s >= 0; --s) {
+    for (int s = static_cast<int>(model_->stages().size()) - 1; s > 0; --s) {
       const int unit = model_->stages()[s].unit;
       model_->Backward(s, parameter_views_[unit], gradient_views_[unit], accumulate, *stream_);
     }
+    std::vector<std::vector<float>> gradients;
+    std::vector<Tensor> tables;
+    for (const std::set<int32_t>& rows : distinct_) {
+      gradients.emplace_back(rows.size() * kTiny.width, std::nanf(""));  // all must be written
+      tables.push_back(F32(gradients.back().data(), rows.size(), kTiny.width));
+    }
+    model_->Backward(0, {}, tables, /*accumulate=*/false, *stream_);
     EXPECT_TRUE(stream_->Synchronize().ok());
+    for (size_t k = 0; k < distinct_.size(); ++k) {
+      const float* gradient = gradients[k].data();
+      for (const int32_t row : distinct_[k]) {
+        for (int64_t c = 0; c < kTiny.width; ++c) {
+          gradients_[0][k][row * kTiny.width + c] += *gradient++;
+        }
+      }
+    }
   }
 
   void ExpectGradients(double times) {
@@ -110,6 +146,7 @@ class TinyGpt2 : public testing::TestWithParam<std::tuple<int, bool>> {
   std::vector<std::vector<std::vector<float>>> values_, gradients_;
   std::vector<std::vector<Tensor>> parameter_views_, gradient_views_;
   std::vector<int32_t> tokens_, targets_;
+  std::array<std::set<int32_t>, 2> distinct_;  // of the first stage's two lookups
 };
 
 TEST_P(TinyGpt2, LogitsAndLossAgreeWithPyTorch) {

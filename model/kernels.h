@@ -32,11 +32,10 @@ class Kernels {
   // C] with P >= T, out [N, C].
   virtual void EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t seq_len,
                                 const Tensor& wte, const Tensor& wpe, const Tensor& out) = 0;
-  // Adds to dwte always (the head has written it); dwpe per `write`, rows T..P being zeroed on
-  // overwrite. Sums over tokens in a fixed order whatever the number of threads.
+  // Overwrites dwte and dwpe, rows that no token uses with 0. Sums over tokens in a fixed order
+  // whatever the number of threads.
   virtual void EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_t seq_len,
-                                 const Tensor& dout, const Tensor& dwte, const Tensor& dwpe,
-                                 Write write) = 0;
+                                 const Tensor& dout, const Tensor& dwte, const Tensor& dwpe) = 0;
 
   // y = gain * (x - mean) * rstd + bias per row, eps 1e-5. x, y [N, C]; gain, bias [C]; mean, rstd
   // [N].

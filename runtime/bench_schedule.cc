@@ -6,11 +6,10 @@
 //
 // What is to be expected, with m < c, the first all-gather and the last reduce-scatter having
 // nothing to hide behind:
-//   prefetch 1 or more   forward m + L c, backward 2 L c + m (its first unit is gathered during
-//                        forward's last)
-//   prefetch 0           forward L (m + c), backward L (2 c + 2 m): nothing is hidden, for a unit's
-//                        reduce-scatter and the next one's all-gather begin together and share the
-//                        link
+//   prefetch 1 or more   forward m + L c, backward 2 L c + m (its first unit is still gathered)
+//   prefetch 0           forward L (m + c), backward L (2 c + 2 m) - m: nothing is hidden, for a
+//                        unit's reduce-scatter and the next one's all-gather begin together and
+//                        share the link
 // A second table has a model whose middle unit takes 3 times as long to gather: a prefetch of one
 // unit gives its gather c to hide behind, a prefetch of two gives it 2 c less the gather between.
 #include <algorithm>
@@ -65,7 +64,7 @@ class SleepingModel : public Model {
   absl::Span<const UnitSpec> units() const override { return units_; }
   absl::Span<const Stage> stages() const override { return stages_; }
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
-  void Begin(Stream&, const Batch&, float) override {}
+  void Begin(Stream&, const Batch&, absl::Span<const std::vector<int32_t>>, float) override {}
   void Forward(int, absl::Span<const Tensor>, bool, double*, Stream& stream) override {
     Sleep("forward", forward_, stream);
   }
@@ -187,7 +186,8 @@ absl::Status Bench(int units, double c, double m, int repeats) {
     DIM0_ASSIGN_OR_RETURN(const Times times, Measure(rows, prefetch, c, m, repeats));
     const double forward = Median(times.forward), backward = Median(times.backward);
     const double forward_expected = prefetch == 0 ? units * (m + c) : m + units * c;
-    const double backward_expected = prefetch == 0 ? units * (2 * c + 2 * m) : 2 * units * c + m;
+    const double backward_expected =
+        prefetch == 0 ? units * (2 * c + 2 * m) - m : 2 * units * c + m;
     std::printf("%-9d %6.1f ms %6.1f ms %6.3f %6.1f ms %6.1f ms %6.3f %6.1f ms %5.0f KiB\n",
                 prefetch, forward, forward_expected, forward / forward_expected, backward,
                 backward_expected, backward / backward_expected, Median(times.exposed),

@@ -75,6 +75,14 @@ class Device {
   virtual void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride,
                          int64_t count, double clip, float* scale) = 0;
 
+  // target[i] = source[rows[i]] for each row i of `target`; float32. `rows` is device memory.
+  virtual void GatherRows(Stream& stream, const Tensor& source, const int32_t* rows,
+                          const Tensor& target) = 0;
+  // target[rows[i]] += source[i] for each row i of `source`; float32. No row of `target` is named
+  // twice. `rows` is device memory.
+  virtual void AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
+                       const Tensor& target) = 0;
+
   virtual void Zero(Stream& stream, void* target, int64_t bytes) = 0;
   // Between two places of device memory that do not overlap.
   virtual void Copy(Stream& stream, void* target, const void* source, int64_t bytes) = 0;

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <thread>
 #include <vector>
 
@@ -134,6 +135,35 @@ TEST_P(DeviceTest, SumOfSquaresIsExactWhereFloat64Is) {
     device_->SumOfSquares(*stream, F32(values.data(), size), &sum);
     ASSERT_TRUE(stream->Synchronize().ok());
     EXPECT_EQ(sum, expected) << size;
+  }
+}
+
+TEST_P(DeviceTest, GatherRowsCopiesTheNamedRowsInTheirOrder) {
+  const auto stream = device_->NewStream("s");
+  std::vector<float> source(7 * 3);
+  std::iota(source.begin(), source.end(), 0.0f);
+  const std::vector<int32_t> rows = {6, 0, 6, 2};
+  std::vector<float> target(rows.size() * 3);
+  device_->GatherRows(*stream, F32(source.data(), 7, 3), rows.data(), F32(target.data(), 4, 3));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_EQ(target, std::vector<float>({18, 19, 20, 0, 1, 2, 18, 19, 20, 6, 7, 8}));
+}
+
+TEST_P(DeviceTest, AddRowsAddsToTheNamedRowsAndLeavesTheOthers) {
+  const auto stream = device_->NewStream("s");
+  // More rows than one thread takes: row i of 100 goes to row 3 i.
+  constexpr int64_t kRows = 100, kCols = 5;
+  std::vector<float> source(kRows * kCols), target(3 * kRows * kCols, 0.5f);
+  std::iota(source.begin(), source.end(), 1.0f);
+  std::vector<int32_t> rows(kRows);
+  for (int64_t i = 0; i < kRows; ++i) rows[i] = static_cast<int32_t>(3 * i);
+  device_->AddRows(*stream, F32(source.data(), kRows, kCols), rows.data(),
+                   F32(target.data(), 3 * kRows, kCols));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  for (int64_t row = 0; row < 3 * kRows; ++row) {
+    for (int64_t c = 0; c < kCols; ++c) {
+      EXPECT_EQ(target[row * kCols + c], row % 3 == 0 ? row / 3 * kCols + c + 1.5f : 0.5f);
+    }
   }
 }
 

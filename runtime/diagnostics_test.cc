@@ -57,7 +57,8 @@ class ToyModel : public Model {
   absl::Span<const Stage> stages() const override { return stages_; }
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
   double FlopsPerToken(int64_t) const override { return 1; }
-  void Begin(Stream&, const Batch& batch, float gradient_scale) override {
+  void Begin(Stream&, const Batch& batch, absl::Span<const std::vector<int32_t>>,
+             float gradient_scale) override {
     step_ = batch.tokens[0];
     gradient_scale_ = gradient_scale;
   }

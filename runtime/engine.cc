@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "absl/memory/memory.h"
@@ -21,6 +22,28 @@ int64_t Aligned(int64_t floats) {
   return (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
 }
 
+int64_t Sum(absl::Span<const int64_t> counts) {
+  return std::accumulate(counts.begin(), counts.end(), int64_t{0});
+}
+
+int64_t BytesOf(absl::Span<const Tensor> tensors) {
+  int64_t bytes = 0;
+  for (const Tensor& tensor : tensors) bytes += tensor.bytes();
+  return bytes;
+}
+
+// The pieces of `table` for an all-to-all: counts[r] rows for each rank r, one behind the other.
+template <typename Piece>
+std::vector<Piece> PiecesOf(const Tensor& table, absl::Span<const int64_t> counts) {
+  std::vector<Piece> pieces;
+  float* next = table.f32();
+  for (const int64_t count : counts) {
+    pieces.push_back({next, count * table.cols});
+    next += count * table.cols;
+  }
+  return pieces;
+}
+
 }  // namespace
 
 Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, Device& device,
@@ -34,21 +57,28 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
       table_(model.units()) {
   const absl::Span<const Stage> stages = model_.stages();
   units_.resize(table_.num_units());
-  for (int u = 0; u < table_.num_units(); ++u) units_[u].first_stage = -1;
+  std::vector<int> whole(table_.num_units());  // stages that use the unit whole
   for (int s = 0; s < static_cast<int>(stages.size()); ++s) {
     UnitState& state = units_[stages[s].unit];
     if (state.first_stage < 0) {
       state.first_stage = s;
       update_order_.push_back(stages[s].unit);
-    } else {
-      state.several_stages = true;
     }
-    state.last_stage = s;
+    DIM0_CHECK(s == 0 || stages[s].lookups.empty());
+    if (stages[s].lookups.empty()) ++whole[stages[s].unit];
+  }
+  for (const Lookup& lookup : stages[0].lookups) {
+    const int id = table_.first(stages[0].unit) + lookup.position;
+    lookups_.push_back({.id = id, .most = std::min(lookup.most, table_[id].spec.rows)});
   }
   for (int u = 0; u < table_.num_units(); ++u) {
     UnitState& state = units_[u];
-    DIM0_CHECK(state.first_stage >= 0);
-    state.stays = state.several_stages || !options_.reshard_after_forward;
+    DIM0_CHECK(whole[u] == 1);
+    const bool is_last = u == stages.back().unit;
+    state.stays = is_last || !options_.reshard_after_forward;
+    // The last stage's unit is often the largest by far: two slots of its size would take more, and
+    // backward's third unit would wait for the slot until its gradient has been reduced.
+    state.own_gradient = is_last || !options_.sync_every_micro_batch;
     state.unit.index = u;
     for (int id = table_.first(u); id < table_.first(u + 1); ++id) {
       const ParameterSpec& spec = table_[id].spec;
@@ -129,15 +159,16 @@ absl::Status Engine::Allocate() {
       floats += Aligned(table_[shard.id].spec.size());
     }
     if (state.stays) {
-      DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGathered, floats, state.own_gathered.buffer));
+      DIM0_RETURN_IF_ERROR(
+          allocate(MemoryPurpose::kGathered, floats, state.gathered_buffer.buffer));
     } else {
       largest_gathered = std::max(largest_gathered, floats);
       ++sharing_gathered;
     }
     if (!trains) continue;
-    if (state.several_stages || !options_.sync_every_micro_batch) {
+    if (state.own_gradient) {
       DIM0_RETURN_IF_ERROR(
-          allocate(MemoryPurpose::kCommunication, floats, state.own_gradient.buffer));
+          allocate(MemoryPurpose::kCommunication, floats, state.gradient_buffer.buffer));
     } else {
       largest_gradient = std::max(largest_gradient, floats);
       ++sharing_gradient;
@@ -153,6 +184,7 @@ absl::Status Engine::Allocate() {
   for (Slot& slot : gradient_slots_) {
     DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kCommunication, largest_gradient, slot.buffer));
   }
+  for (LookupState& lookup : lookups_) DIM0_RETURN_IF_ERROR(AllocateLookup(lookup));
 
   stats_size_ = kSquares + table_.size();
   DIM0_ASSIGN_OR_RETURN(
@@ -163,6 +195,20 @@ absl::Status Engine::Allocate() {
   DIM0_ASSIGN_OR_RETURN(gradient_scale_,
                         allocator_.Allocate(MemoryPurpose::kCommunication, sizeof(float)));
   return absl::OkStatus();
+}
+
+absl::Status Engine::AllocateLookup(LookupState& lookup) {
+  const int64_t served = group_.world_size() * std::min(lookup.most, ShardOf(lookup).rows.size());
+  const auto allocate = [&](MemoryPurpose purpose, RowBuffers& buffers) -> absl::Status {
+    const int64_t row = table_[lookup.id].spec.cols * sizeof(float);
+    DIM0_ASSIGN_OR_RETURN(buffers.asked, allocator_.Allocate(purpose, lookup.most * row));
+    DIM0_ASSIGN_OR_RETURN(buffers.served, allocator_.Allocate(purpose, served * row));
+    DIM0_ASSIGN_OR_RETURN(buffers.indices, allocator_.Allocate(purpose, served * sizeof(int32_t)));
+    return absl::OkStatus();
+  };
+  DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGathered, lookup.values));
+  if (optimizer_ == nullptr) return absl::OkStatus();
+  return allocate(MemoryPurpose::kCommunication, lookup.gradients);
 }
 
 absl::Status Engine::OpenChannels() {
@@ -216,21 +262,28 @@ absl::Status Engine::Start(uint64_t seed) {
   return absl::OkStatus();
 }
 
-int64_t Engine::BytesOf(const UnitState& state) const {
+int64_t Engine::UnitBytes(const UnitState& state) const {
   return table_.unit_elements(state.unit.index) * static_cast<int64_t>(sizeof(float));
 }
 
 MemoryUse Engine::LiveBetweenSteps() const {
   MemoryUse use = allocator_.current();
-  const auto take = [&use](MemoryPurpose purpose, const Slot& slot) {
-    use.bytes[static_cast<int>(purpose)] -= slot.buffer.bytes();
+  const auto take = [&use](MemoryPurpose purpose, const Buffer& buffer) {
+    use.bytes[static_cast<int>(purpose)] -= buffer.bytes();
   };
   for (const UnitState& state : units_) {
-    take(MemoryPurpose::kGathered, state.own_gathered);
-    take(MemoryPurpose::kCommunication, state.own_gradient);
+    take(MemoryPurpose::kGathered, state.gathered_buffer.buffer);
+    take(MemoryPurpose::kCommunication, state.gradient_buffer.buffer);
   }
-  for (const Slot& slot : gathered_slots_) take(MemoryPurpose::kGathered, slot);
-  for (const Slot& slot : gradient_slots_) take(MemoryPurpose::kCommunication, slot);
+  for (const Slot& slot : gathered_slots_) take(MemoryPurpose::kGathered, slot.buffer);
+  for (const Slot& slot : gradient_slots_) take(MemoryPurpose::kCommunication, slot.buffer);
+  for (const LookupState& lookup : lookups_) {
+    for (const Buffer RowBuffers::*buffer :
+         {&RowBuffers::asked, &RowBuffers::served, &RowBuffers::indices}) {
+      take(MemoryPurpose::kGathered, lookup.values.*buffer);
+      take(MemoryPurpose::kCommunication, lookup.gradients.*buffer);
+    }
+  }
   return use;
 }
 
@@ -246,13 +299,16 @@ Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {
 }
 
 Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
-  Slot* const slot = state.stays ? &state.own_gathered
-                                 : &gathered_slots_[next_gathered_slot_++ % gathered_slots_.size()];
+  Slot* slot = &state.gathered_buffer;
+  if (!state.stays) {
+    slot = &gathered_slots_[next_gathered_slot_++ % gathered_slots_.size()];
+    ++slots_held_;
+  }
   const std::string& name = table_.unit_name(state.unit.index);
   const RecordedUnit recorded(device_.recorder(), name, phase);
   all_gather_->Wait(slot->free);
   if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
-  all_gather_->CountLive(MemoryPurpose::kGathered, BytesOf(state));
+  all_gather_->CountLive(MemoryPurpose::kGathered, UnitBytes(state));
 
   const Views whole = ViewsOf(state, *slot);
   std::vector<AllGatherPart> parts;
@@ -272,18 +328,22 @@ Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
   return {slot, all_gather_->Record()};
 }
 
-void Engine::IssueGathers(int64_t limit) {
-  while (gathered_.size() < std::min<size_t>(limit, gather_order_.size())) {
+void Engine::IssueGathers() {
+  while (gathered_.size() < gather_order_.size()) {
     const size_t next = gathered_.size();
-    gathered_.push_back(Gather(units_[gather_order_[next]],
-                               next < forward_gathers_ ? Phase::kForward : Phase::kBackward));
+    UnitState& state = units_[gather_order_[next]];
+    const bool may_go_ahead =
+        options_.prefetch > 0 && (state.stays || slots_held_ < gathered_slots_.size());
+    if (next >= gathers_used_ && !may_go_ahead) return;
+    gathered_.push_back(
+        Gather(state, next < forward_gathers_ ? Phase::kForward : Phase::kBackward));
   }
 }
 
 void Engine::Unshard(UnitState& state, bool gathers_here) {
   if (gathers_here) ++gathers_used_;
-  IssueGathers(int64_t{gathers_used_} + options_.prefetch);
-  if (!gathers_here) return;  // its first stage in this direction has waited already
+  IssueGathers();
+  if (!gathers_here) return;
   const Gathered& gathered = gathered_[gathers_used_ - 1];
   state.gathered = gathered.slot;
   compute_->Wait(gathered.ready);
@@ -291,29 +351,31 @@ void Engine::Unshard(UnitState& state, bool gathers_here) {
 
 void Engine::Reshard(UnitState& state) {
   DIM0_CHECK(state.gathered != nullptr);
-  compute_->CountLive(MemoryPurpose::kGathered, -BytesOf(state));
+  compute_->CountLive(MemoryPurpose::kGathered, -UnitBytes(state));
   state.gathered->free = compute_->Record();
   state.gathered = nullptr;
+  if (!state.stays) --slots_held_;
 }
 
 void Engine::AcquireGradient(UnitState& state) {
-  if (state.gradient != nullptr) return;
-  const bool own = state.several_stages || !options_.sync_every_micro_batch;
-  state.gradient =
-      own ? &state.own_gradient : &gradient_slots_[next_gradient_slot_++ % gradient_slots_.size()];
+  if (state.gradient != nullptr) return;  // still that of an earlier micro-batch
+  state.gradient = state.own_gradient
+                       ? &state.gradient_buffer
+                       : &gradient_slots_[next_gradient_slot_++ % gradient_slots_.size()];
   compute_->Wait(state.gradient->free);
-  compute_->CountLive(MemoryPurpose::kCommunication, BytesOf(state));
+  compute_->CountLive(MemoryPurpose::kCommunication, UnitBytes(state));
 }
 
-void Engine::ReduceScatter(UnitState& state, bool accumulate) {
+void Engine::ReduceScatter(UnitState& state) {
   const Views whole = ViewsOf(state, *state.gradient);
   std::vector<ReduceScatterPart> parts;
   for (size_t i = 0; i < whole.size(); ++i) {
     parts.push_back({.send = whole[i].data,
                      .recv = state.unit.parameters[i].gradient.data,
                      .counts = state.counts[i],
-                     .accumulate = accumulate});
+                     .accumulate = state.has_gradient});
   }
+  state.has_gradient = true;
   const std::string& name = table_.unit_name(state.unit.index);
   reduce_scatter_->Wait(compute_->Record());
   reduce_scatter_->Enqueue({.name = absl::StrCat("reduce_scatter ", name),
@@ -324,7 +386,7 @@ void Engine::ReduceScatter(UnitState& state, bool accumulate) {
                                  {Purpose::kGradient, name, context.native_stream, context.call},
                                  DType::kFloat32, parts);
                            });
-  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -BytesOf(state));
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -UnitBytes(state));
   state.gradient->free = reduce_scatter_->Record();
   state.gradient = nullptr;
 }
@@ -336,37 +398,203 @@ void Engine::MeasureGradient(UnitState& state) {
   }
 }
 
-void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool last,
+absl::Status Engine::RouteRows(absl::Span<const Batch> batches) {
+  micro_batches_.clear();
+  for (const Batch& batch : batches) micro_batches_.push_back({.batch = batch});
+  if (lookups_.empty()) return absl::OkStatus();
+
+  // For every micro-batch and lookup its distinct rows, filled up to the same length on all ranks.
+  constexpr int32_t kNone = -1;
+  std::vector<int32_t> mine;
+  for (MicroBatch& micro_batch : micro_batches_) {
+    micro_batch.uses = model_.RowUses(micro_batch.batch);
+    DIM0_CHECK(micro_batch.uses.size() == lookups_.size());
+    for (size_t k = 0; k < lookups_.size(); ++k) {
+      std::vector<int32_t> rows = micro_batch.uses[k];
+      std::sort(rows.begin(), rows.end());
+      rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+      DIM0_CHECK(static_cast<int64_t>(rows.size()) <= lookups_[k].most);
+      DIM0_CHECK(rows.front() >= 0 && rows.back() < table_[lookups_[k].id].spec.rows);
+      for (int32_t& use : micro_batch.uses[k]) {
+        use = static_cast<int32_t>(std::lower_bound(rows.begin(), rows.end(), use) - rows.begin());
+      }
+      rows.resize(lookups_[k].most, kNone);
+      mine.insert(mine.end(), rows.begin(), rows.end());
+    }
+  }
+  DIM0_ASSIGN_OR_RETURN(const std::vector<std::string> all,
+                        Exchange(std::string(reinterpret_cast<const char*>(mine.data()),
+                                             mine.size() * sizeof(int32_t))));
+
+  for (MicroBatch& micro_batch : micro_batches_) {
+    micro_batch.routes.assign(lookups_.size(), {.asked = std::vector<int64_t>(group_.world_size()),
+                                                .served = std::vector<int64_t>(group_.world_size()),
+                                                .indices = {}});
+  }
+  std::vector<int32_t> theirs(mine.size());
+  for (int rank = 0; rank < group_.world_size(); ++rank) {
+    std::memcpy(theirs.data(), all[rank].data(), all[rank].size());
+    auto lists = theirs.cbegin();
+    for (MicroBatch& micro_batch : micro_batches_) {
+      for (size_t k = 0; k < lookups_.size(); ++k) {
+        const RowRange stored = ShardOf(lookups_[k]).rows;
+        const int64_t rows = table_[lookups_[k].id].spec.rows;
+        RowRoute& route = micro_batch.routes[k];
+        for (auto row = lists; row != lists + lookups_[k].most && *row != kNone; ++row) {
+          if (rank == group_.rank()) ++route.asked[RankOfRow(rows, group_.world_size(), *row)];
+          if (*row < stored.begin || *row >= stored.end) continue;
+          ++route.served[rank];
+          route.indices.push_back(static_cast<int32_t>(*row - stored.begin));
+        }
+        lists += lookups_[k].most;
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+Engine::Views Engine::LookupTables(const MicroBatch& micro_batch,
+                                   RowBuffers LookupState::*direction) const {
+  Views tables;
+  for (size_t k = 0; k < lookups_.size(); ++k) {
+    tables.push_back(F32((lookups_[k].*direction).asked.f32(), Sum(micro_batch.routes[k].asked),
+                         table_[lookups_[k].id].spec.cols));
+  }
+  return tables;
+}
+
+void Engine::FetchRows(const MicroBatch& micro_batch) {
+  if (lookups_.empty()) return;
+  const UnitState& state = units_[model_.stages()[0].unit];
+  const std::string& unit = table_.unit_name(state.unit.index);
+  const RecordedUnit recorded(device_.recorder(), unit, Phase::kForward);
+  const Views tables = LookupTables(micro_batch, &LookupState::values);
+  all_gather_->Wait(tables_free_);
+  if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
+  all_gather_->CountLive(MemoryPurpose::kGathered, BytesOf(tables));
+  for (size_t k = 0; k < lookups_.size(); ++k) {
+    const RowRoute& route = micro_batch.routes[k];
+    const RowBuffers& buffers = lookups_[k].values;
+    const Tensor served = F32(buffers.served.f32(), route.indices.size(), tables[k].cols);
+    auto* const indices = static_cast<int32_t*>(buffers.indices.data());
+    all_gather_->CountLive(MemoryPurpose::kGathered, served.bytes());
+    if (served.rows > 0) {
+      device_.CopyFromHost(*all_gather_, indices, route.indices.data(),
+                           served.rows * sizeof(int32_t));
+      device_.GatherRows(*all_gather_, ShardOf(lookups_[k]).value, indices, served);
+    }
+    all_gather_->Enqueue(
+        {.name = absl::StrCat("all_to_all rows ", table_[lookups_[k].id].spec.name),
+         .kind = OpKind::kCollective,
+         .bytes = 1.0 * (served.bytes() + tables[k].bytes())},
+        [this, unit, send = PiecesOf<ConstSegment>(served, route.served),
+         recv = PiecesOf<Segment>(tables[k], route.asked)](const OpContext& context) {
+          return parameter_channel_->AllToAll(
+              {Purpose::kParameter, unit, context.native_stream, context.call}, DType::kFloat32,
+              send, recv);
+        });
+    all_gather_->CountLive(MemoryPurpose::kGathered, -served.bytes());
+  }
+  rows_fetched_ = all_gather_->Record();
+}
+
+void Engine::LookupForward(const MicroBatch& micro_batch, bool training, double* loss_sum) {
+  const Views tables = LookupTables(micro_batch, &LookupState::values);
+  IssueGathers();
+  compute_->Wait(rows_fetched_);
+  model_.Forward(/*stage=*/0, tables, training, loss_sum, *compute_);
+  compute_->CountLive(MemoryPurpose::kGathered, -BytesOf(tables));
+  tables_free_ = compute_->Record();
+}
+
+void Engine::LookupBackward(const MicroBatch& micro_batch) {
+  UnitState& state = units_[model_.stages()[0].unit];
+  const Views tables = LookupTables(micro_batch, &LookupState::gradients);
+  compute_->Wait(row_gradients_free_);
+  compute_->CountLive(MemoryPurpose::kCommunication, BytesOf(tables));
+  model_.Backward(/*stage=*/0, {}, tables, /*accumulate=*/false, *compute_);
+
+  reduce_scatter_->Wait(compute_->Record());
+  if (!state.has_gradient) {  // the unit's own has yet to be reduced
+    for (const ParameterShard& shard : state.unit.parameters) {
+      device_.Zero(*reduce_scatter_, shard.gradient.data, shard.gradient.bytes());
+    }
+    state.has_gradient = true;
+  }
+  for (size_t k = 0; k < lookups_.size(); ++k)
+    ReturnRows(lookups_[k], micro_batch.routes[k], tables[k]);
+  row_gradients_free_ = reduce_scatter_->Record();
+}
+
+void Engine::ReturnRows(const LookupState& lookup, const RowRoute& route, const Tensor& table) {
+  const std::string& unit = table_.unit_name(table_[lookup.id].unit);
+  const RowBuffers& buffers = lookup.gradients;
+  const Tensor served = F32(buffers.served.f32(), route.indices.size(), table.cols);
+  auto* const indices = static_cast<int32_t*>(buffers.indices.data());
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, served.bytes());
+  reduce_scatter_->Enqueue(
+      {.name = absl::StrCat("all_to_all rows ", table_[lookup.id].spec.name),
+       .kind = OpKind::kCollective,
+       .bytes = 1.0 * (table.bytes() + served.bytes())},
+      [this, unit, send = PiecesOf<ConstSegment>(table, route.asked),
+       recv = PiecesOf<Segment>(served, route.served)](const OpContext& context) {
+        return gradient_channel_->AllToAll(
+            {Purpose::kGradient, unit, context.native_stream, context.call}, DType::kFloat32, send,
+            recv);
+      });
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -table.bytes());
+  if (served.rows == 0) return;
+  device_.CopyFromHost(*reduce_scatter_, indices, route.indices.data(),
+                       served.rows * sizeof(int32_t));
+  // In rank order, so that two runs add alike; one rank names no row twice.
+  int64_t begin = 0;
+  for (const int64_t rows : route.served) {
+    device_.AddRows(*reduce_scatter_, F32(served.f32() + begin * served.cols, rows, served.cols),
+                    indices + begin, ShardOf(lookup).gradient);
+    begin += rows;
+  }
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -served.bytes());
+}
+
+void Engine::RunMicroBatch(const MicroBatch& micro_batch, bool training, bool first, bool last,
                            float gradient_scale, const std::function<void(UnitState&)>& reduced) {
   const absl::Span<const Stage> stages = model_.stages();
   const int num_stages = static_cast<int>(stages.size());
   auto* loss_sum = static_cast<double*>(stats_.data()) + kLoss;
 
-  // A unit is gathered at its first stage in each direction. One that stays is gathered once in a
-  // step: its parameters are the same in every micro-batch.
-  const auto gathered_in_forward = [&](const UnitState& state, int s) {
-    return s == state.first_stage && (first || !state.stays);
+  // A unit is gathered at its stage in each direction. One that stays is gathered once in a step:
+  // its parameters are the same in every micro-batch.
+  const auto gathered_in_forward = [first](const UnitState& state) {
+    return first || !state.stays;
   };
   gather_order_.clear();
   gathered_.clear();
   gathers_used_ = 0;
-  for (int s = 0; s < num_stages; ++s) {
-    if (gathered_in_forward(units_[stages[s].unit], s)) gather_order_.push_back(stages[s].unit);
+  const int first_whole = lookups_.empty() ? 0 : 1;
+  for (int s = first_whole; s < num_stages; ++s) {
+    if (gathered_in_forward(units_[stages[s].unit])) gather_order_.push_back(stages[s].unit);
   }
   forward_gathers_ = gather_order_.size();
-  for (int s = num_stages - 1; training && s >= 0; --s) {
-    const UnitState& state = units_[stages[s].unit];
-    if (state.last_stage == s && !state.stays) gather_order_.push_back(stages[s].unit);
+  for (int s = num_stages - 1; training && s >= first_whole; --s) {
+    if (!units_[stages[s].unit].stays) gather_order_.push_back(stages[s].unit);
+  }
+  if (first) {
+    for (UnitState& state : units_) state.has_gradient = false;
   }
 
-  model_.Begin(*compute_, batch, gradient_scale);
+  FetchRows(micro_batch);
+  model_.Begin(*compute_, micro_batch.batch, micro_batch.uses, gradient_scale);
   for (int s = 0; s < num_stages; ++s) {
     UnitState& state = units_[stages[s].unit];
     const RecordedUnit recorded(device_.recorder(), table_.unit_name(stages[s].unit),
                                 Phase::kForward);
-    Unshard(state, gathered_in_forward(state, s));
+    if (s < first_whole) {
+      LookupForward(micro_batch, training, loss_sum);
+      continue;
+    }
+    Unshard(state, gathered_in_forward(state));
     model_.Forward(s, ViewsOf(state, *state.gathered), training, loss_sum, *compute_);
-    if (s == state.last_stage && !(training && state.stays)) Reshard(state);
+    if (!(training && state.stays)) Reshard(state);
   }
   if (!training) return;
 
@@ -375,15 +603,18 @@ void Engine::RunMicroBatch(const Batch& batch, bool training, bool first, bool l
     UnitState& state = units_[stages[s].unit];
     const RecordedUnit recorded(device_.recorder(), table_.unit_name(stages[s].unit),
                                 Phase::kBackward);
-    Unshard(state, s == state.last_stage && !state.stays);
-    AcquireGradient(state);
-    const bool accumulate = !first && !options_.sync_every_micro_batch;
-    model_.Backward(s, ViewsOf(state, *state.gathered), ViewsOf(state, *state.gradient), accumulate,
-                    *compute_);
-    if (s != state.first_stage) continue;
-    if (last || !state.stays) Reshard(state);
-    if (reduce) ReduceScatter(state, /*accumulate=*/!first && options_.sync_every_micro_batch);
-    if (last) reduced(state);
+    if (s < first_whole) {
+      LookupBackward(micro_batch);
+    } else {
+      Unshard(state, !state.stays);
+      AcquireGradient(state);
+      const bool accumulate = !first && !options_.sync_every_micro_batch;
+      model_.Backward(s, ViewsOf(state, *state.gathered), ViewsOf(state, *state.gradient),
+                      accumulate, *compute_);
+      if (last || !state.stays) Reshard(state);
+      if (reduce) ReduceScatter(state);
+    }
+    if (last && s == state.first_stage) reduced(state);
   }
 }
 
@@ -401,6 +632,7 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
                                 Phase::kUpdate);
     if (update_status.ok()) update_status = optimizer_->Update(state.unit, step, ready);
   };
+  DIM0_RETURN_IF_ERROR(RouteRows(micro_batches));
   device_.Zero(*compute_, stats, sizeof(double));
   // Issued here already so that the clock starts when the first stage could.
   const Event started = [&] {
@@ -409,7 +641,7 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
   }();
   const auto num_batches = static_cast<int>(micro_batches.size());
   for (int i = 0; i < num_batches; ++i) {
-    RunMicroBatch(micro_batches[i], /*training=*/true, i == 0, i + 1 == num_batches,
+    RunMicroBatch(micro_batches_[i], /*training=*/true, i == 0, i + 1 == num_batches,
                   static_cast<float>(1.0 / global_tokens), [&](UnitState& state) {
                     MeasureGradient(state);
                     if (options_.clip == 0) update(state, reduce_scatter_->Record());
@@ -487,9 +719,10 @@ absl::Status Engine::CheckFinite(absl::Span<const double> all_stats) const {
 }
 
 absl::StatusOr<double> Engine::Evaluate(absl::Span<const Batch> batches) {
+  DIM0_RETURN_IF_ERROR(RouteRows(batches));
   device_.Zero(*compute_, stats_.data(), sizeof(double));
-  for (const Batch& batch : batches) {
-    RunMicroBatch(batch, /*training=*/false, true, true, 0, nullptr);
+  for (const MicroBatch& micro_batch : micro_batches_) {
+    RunMicroBatch(micro_batch, /*training=*/false, true, true, 0, nullptr);
   }
   double sum = 0;
   device_.CopyToHost(*compute_, &sum, stats_.data(), sizeof(double));

@@ -4,17 +4,24 @@
 //   forward    wait for the all-gather (issued `prefetch` units ahead), compute, reshard
 //   backward   the same in reverse, then reduce-scatter the unit's gradient and free it
 //   update     as each reduce-scatter lands, or after all of them when clipping needs the global
-//   norm
+//              norm
 //
-// Everything is enqueued; the host blocks once a step, where the loss and the norm are read. All
-// memory is allocated by Create, so the plan is the peak:
-//   gathered       `prefetch` + 1 slots of the largest unit, and a buffer for each unit that stays
-//                  from its first use in a step to its last (those that serve several stages; all
-//                  of them without reshard_after_forward)
-//   communication  2 slots for unsharded gradients (one filling, one being reduced) and a buffer
-//   for
-//                  each unit that serves several stages; with sync_every_micro_batch off, a buffer
-//                  for every unit, since gradients then accumulate unsharded
+// The last stage's unit, with which backward begins, stays gathered, and so do all units without
+// reshard_after_forward. A first stage that looks up rows gathers nothing: shards are whole rows,
+// so the ranks that store them send each rank those that it needs, and get its gradient of them to
+// add to their shards.
+//
+// Everything is enqueued. The host blocks twice a step: at its start, when nothing could run yet,
+// for the ranks to tell each other which rows they will look up, so that every count is known when
+// a call is enqueued; and where the loss and the norm are read. All memory is allocated by Create,
+// so the plan is the peak:
+//   gathered       `prefetch` + 1 slots of the largest unit that does not stay, a buffer for each
+//                  that does, and for each lookup a table of the rows that this rank may need and
+//                  one of those that all ranks may need of it
+//   communication  2 slots for unsharded gradients (one filling, one being reduced), a buffer for
+//                  the last stage's unit, and for each lookup two tables as above; with
+//                  sync_every_micro_batch off, a buffer for every unit, since gradients then
+//                  accumulate unsharded
 #ifndef DIM0_RUNTIME_ENGINE_H_
 #define DIM0_RUNTIME_ENGINE_H_
 
@@ -43,7 +50,8 @@ struct EngineOptions {
   // Free a unit's gathered parameters after its forward and gather them again for backward, in
   // every micro-batch; otherwise they stay gathered through the step.
   bool reshard_after_forward = true;
-  // How many all-gathers may be in flight beyond the unit being computed.
+  // How many units beyond the one being computed may be gathered into the slots; those that stay
+  // have buffers of their own and do not count. 0: none is gathered before it is needed.
   int prefetch = 1;
   // Reduce-scatter after every micro-batch, accumulating in the shard; otherwise accumulate
   // unsharded and reduce once a step.
@@ -132,35 +140,79 @@ class Engine {
   struct UnitState {
     Unit unit;                                 // shards
     std::vector<std::vector<int64_t>> counts;  // per parameter, elements of each rank
-    int first_stage = 0;                       // forward stages [first, last] use it
-    int last_stage = 0;
-    bool several_stages = false;
-    bool stays = false;        // keeps its gathered buffer through the step
-    Slot own_gathered;         // used if `stays`
-    Slot own_gradient;         // used if it does not share the gradient slots
-    Slot* gathered = nullptr;  // where compute finds it; null when resharded
+    int first_stage = -1;                      // the first that uses it
+    bool stays = false;                        // keeps its gathered buffer through the step
+    bool own_gradient = false;                 // does not share the gradient slots
+    Slot gathered_buffer;                      // used if `stays`
+    Slot gradient_buffer;                      // used if `own_gradient`
+    Slot* gathered = nullptr;                  // where compute finds it; null when resharded
     Slot* gradient = nullptr;
+    bool has_gradient = false;  // the shards' gradients hold a part of this step's already
+  };
+
+  // What the rows of one lookup pass through in one direction.
+  struct RowBuffers {
+    Buffer asked;    // the rows that this rank looks up, or their gradients, in increasing order
+    Buffer served;   // those that ranks look up in this one's shard, rank 0's first
+    Buffer indices;  // int32: where in the shard `served`'s rows are
+  };
+
+  // A lookup of the first stage.
+  struct LookupState {
+    int id = 0;        // of the parameter
+    int64_t most = 0;  // rows that a rank may look up in a micro-batch
+    RowBuffers values, gradients;
+  };
+
+  // Who sends which rows of one lookup to whom in one micro-batch.
+  struct RowRoute {
+    std::vector<int64_t> asked;    // how many rows this rank looks up of each rank's
+    std::vector<int64_t> served;   // how many rows each rank looks up of this one's
+    std::vector<int32_t> indices;  // where in the shard those are, rank 0's first
+  };
+
+  struct MicroBatch {
+    Batch batch;
+    std::vector<std::vector<int32_t>> uses;  // for Model::Begin
+    std::vector<RowRoute> routes;            // of each lookup
   };
 
   Engine(const EngineOptions& options, Model& model, ProcessGroup& group, Device& device,
          Allocator& allocator, Optimizer* optimizer);
   absl::Status Allocate();
+  absl::Status AllocateLookup(LookupState& lookup);
   absl::Status OpenChannels();
   Views ViewsOf(const UnitState& state, const Slot& slot) const;
-  int64_t BytesOf(const UnitState& state) const;
+  int64_t UnitBytes(const UnitState& state) const;
+
+  // Blocks until every rank has told which rows it will look up in `batches`; fills micro_batches_.
+  absl::Status RouteRows(absl::Span<const Batch> batches);
 
   // One pass over the stages: forward, and backward if `training`.
-  void RunMicroBatch(const Batch& batch, bool training, bool first, bool last, float gradient_scale,
-                     const std::function<void(UnitState&)>& reduced);
-  // Issues all-gathers in visiting order up to `limit` of them in this micro-batch.
-  void IssueGathers(int64_t limit);
+  void RunMicroBatch(const MicroBatch& micro_batch, bool training, bool first, bool last,
+                     float gradient_scale, const std::function<void(UnitState&)>& reduced);
+  // Issues all-gathers in visiting order: those needed by now, and those for which there is room.
+  void IssueGathers();
   Gathered Gather(UnitState& state, Phase phase);
-  // Makes compute wait for the unit; with `gathers_here` for the next all-gather in order.
+  // Makes compute wait for the unit, if it is gathered for this stage.
   void Unshard(UnitState& state, bool gathers_here);
   void Reshard(UnitState& state);
   void AcquireGradient(UnitState& state);
-  void ReduceScatter(UnitState& state, bool accumulate);
+  void ReduceScatter(UnitState& state);
   void MeasureGradient(UnitState& state);
+
+  // The first stage, if it looks up rows. FetchRows sends for their values, LookupBackward sends
+  // off their gradients and adds to this rank's shards what the others send.
+  void FetchRows(const MicroBatch& micro_batch);
+  void LookupForward(const MicroBatch& micro_batch, bool training, double* loss_sum);
+  void LookupBackward(const MicroBatch& micro_batch);
+  void ReturnRows(const LookupState& lookup, const RowRoute& route, const Tensor& table);
+  // What the stage gets of its lookups, or writes their gradients to.
+  Views LookupTables(const MicroBatch& micro_batch, RowBuffers LookupState::*direction) const;
+  const ParameterShard& ShardOf(const LookupState& lookup) const {
+    const ParameterTable::Entry& entry = table_[lookup.id];
+    return units_[entry.unit].unit.parameters[entry.position];
+  }
   // Fails the other ranks too, so that none waits for this one.
   absl::Status Fail(absl::Status status);
   absl::Status CheckFinite(absl::Span<const double> all_stats) const;
@@ -175,6 +227,11 @@ class Engine {
   std::vector<int> update_order_;
 
   std::vector<UnitState> units_;
+  std::vector<LookupState> lookups_;       // the first stage's
+  std::vector<MicroBatch> micro_batches_;  // of the step or the evaluation
+  Event rows_fetched_;                     // the lookups' tables are there
+  Event tables_free_;                      // and may be filled again
+  Event row_gradients_free_;               // the same of their gradients
   Buffer shard_values_;
   Buffer shard_gradients_;
   std::vector<Slot> gathered_slots_;
@@ -197,7 +254,8 @@ class Engine {
   std::vector<int> gather_order_;   // units
   size_t forward_gathers_ = 0;      // those at its beginning that forward is for
   std::vector<Gathered> gathered_;  // those issued
-  int gathers_used_ = 0;
+  size_t gathers_used_ = 0;
+  size_t slots_held_ = 0;  // by gathers issued and not resharded yet
 
   std::unique_ptr<Communicator> parameter_channel_;
   std::unique_ptr<Communicator> gradient_channel_;

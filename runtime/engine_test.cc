@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
@@ -14,11 +15,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "collectives/process_group.h"
+#include "runtime/op_recorder.h"
 
 namespace dim0 {
 namespace {
@@ -27,16 +30,19 @@ constexpr double kLr = 0.25;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 // Small integers and powers of two throughout: float32 holds every value exactly.
-float GradientOf(int parameter, int64_t element, int stage_uses) {
-  return static_cast<float>((parameter * 7 + element * 3) % 5 - 2) * stage_uses;
+float GradientOf(int parameter, int64_t element) {
+  return static_cast<float>((parameter * 7 + element * 3) % 5 - 2);
 }
 
-// Units: root (used by the first and the last stage, like tied embeddings) and `blocks` others.
-// Rows are uneven, and some parameters have fewer rows than there are ranks.
+// Units: root, whole in the last stage, while the first looks up rows of two of its parameters, as
+// tied embeddings do; and `blocks` others. Rows are uneven, and some parameters have fewer rows
+// than there are ranks.
+constexpr int kTable = 0, kPlaces = 2;
 std::vector<UnitSpec> ToyUnits(int blocks) {
   std::vector<UnitSpec> units = {{"root",
                                   {{"table", 7, 3, ParameterRole::kEmbedding, {}},
-                                   {"bias", 1, 1, ParameterRole::kVector, {Init::Kind::kOne}}}}};
+                                   {"bias", 1, 1, ParameterRole::kVector, {Init::Kind::kOne}},
+                                   {"places", 4, 2, ParameterRole::kEmbedding, {}}}}};
   for (int i = 0; i < blocks; ++i) {
     units.push_back({absl::StrCat("h.", i),
                      {{absl::StrCat("w", i), 5 + i, 2, ParameterRole::kMatrix, {}},
@@ -45,10 +51,23 @@ std::vector<UnitSpec> ToyUnits(int blocks) {
   return units;
 }
 
+// The first stage looks up the rows of `table` that the tokens name, and rows 3, 2, 1, 0, 3, ... of
+// `places`, one a token. A batch's first target is its weight.
+std::vector<std::vector<int32_t>> ToyRowUses(const Batch& batch) {
+  std::vector<std::vector<int32_t>> uses(2);
+  for (int64_t i = 0; i < batch.seq_len; ++i) {
+    uses[0].push_back(batch.tokens[i]);
+    uses[1].push_back(3 - i % 4);
+  }
+  return uses;
+}
+
 class ToyModel : public Model {
  public:
+  static constexpr int64_t kMostTokens = 5;
+
   ToyModel(int blocks, bool jitter) : units_(ToyUnits(blocks)), table_(units_), jitter_(jitter) {
-    stages_.push_back({"first", 0});
+    stages_.push_back({"first", 0, {{kTable, kMostTokens}, {kPlaces, kMostTokens}}});
     for (int i = 0; i < blocks; ++i) stages_.push_back({units_[i + 1].name, i + 1});
     stages_.push_back({"last", 0});
   }
@@ -58,14 +77,34 @@ class ToyModel : public Model {
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
   double FlopsPerToken(int64_t) const override { return 1; }
 
-  void Begin(Stream&, const Batch& batch, float gradient_scale) override {
-    weight_ = batch.tokens[0];
+  std::vector<std::vector<int32_t>> RowUses(const Batch& batch) const override {
+    return ToyRowUses(batch);
+  }
+
+  void Begin(Stream&, const Batch& batch, absl::Span<const std::vector<int32_t>> uses,
+             float gradient_scale) override {
+    weight_ = batch.targets[0];
     gradient_scale_ = gradient_scale;
+    rows_ = ToyRowUses(batch);
+    distinct_.clear();
+    ASSERT_EQ(uses.size(), rows_.size());
+    for (size_t k = 0; k < rows_.size(); ++k) {
+      const std::set<int32_t> distinct(rows_[k].begin(), rows_[k].end());
+      distinct_.emplace_back(distinct.begin(), distinct.end());
+      ASSERT_EQ(uses[k].size(), rows_[k].size());
+      for (size_t i = 0; i < uses[k].size(); ++i) {
+        EXPECT_EQ(distinct_[k].at(uses[k][i]), rows_[k][i]);
+      }
+    }
   }
 
   void Forward(int stage, absl::Span<const Tensor> parameters, bool, double* loss_sum,
                Stream& stream) override {
-    CheckParameters(stage, parameters, stream);
+    if (stage == 0) {
+      CheckTables(parameters, stream);
+    } else {
+      CheckParameters(stage, parameters, stream);
+    }
     if (stage + 1 < static_cast<int>(stages_.size())) return;
     stream.Enqueue({.name = "loss"}, [loss_sum, weight = weight_](const OpContext&) {
       *loss_sum += weight;
@@ -75,49 +114,80 @@ class ToyModel : public Model {
 
   void Backward(int stage, absl::Span<const Tensor> parameters, absl::Span<const Tensor> gradients,
                 bool accumulate, Stream& stream) override {
+    const std::vector<Tensor> targets(gradients.begin(), gradients.end());
+    const float scale = gradient_scale_ * weight_;
+    if (stage == 0) {
+      EXPECT_TRUE(parameters.empty());
+      EXPECT_FALSE(accumulate);
+      ASSERT_EQ(targets.size(), 2u);
+      stream.Enqueue({.name = "backward"},
+                     [this, targets, scale, rows = rows_, distinct = distinct_](const OpContext&) {
+                       Jitter();
+                       WriteRowGradients(targets, scale, rows, distinct);
+                       return absl::OkStatus();
+                     });
+      return;
+    }
     CheckParameters(stage, parameters, stream);
     const int unit = stages_[stage].unit;
-    // Of the root's two stages the last comes first in backward and writes.
-    const bool adds = accumulate || (unit == 0 && stage == 0);
-    const std::vector<Tensor> targets(gradients.begin(), gradients.end());
-    stream.Enqueue({.name = "backward"}, [this, unit, adds, targets,
-                                          scale = gradient_scale_ * weight_](const OpContext&) {
-      Jitter();
-      for (size_t i = 0; i < targets.size(); ++i) {
-        const int id = table_.first(unit) + i;
-        for (int64_t e = 0; e < targets[i].size(); ++e) {
-          float& target = targets[i].f32()[e];
-          target = (adds ? target : 0) + scale * GradientOf(id, e, 1);
-        }
-      }
-      const int position = poison_.parameter - table_.first(unit);
-      if (position >= 0 && position < static_cast<int>(targets.size())) {
-        targets[position].f32()[poison_.element] = poison_.value;
-      }
-      return absl::OkStatus();
-    });
+    stream.Enqueue(
+        {.name = "backward"}, [this, unit, accumulate, targets, scale](const OpContext&) {
+          Jitter();
+          for (size_t i = 0; i < targets.size(); ++i) {
+            const int id = table_.first(unit) + i;
+            for (int64_t e = 0; e < targets[i].size(); ++e) {
+              float& target = targets[i].f32()[e];
+              target = (accumulate ? target : 0) + scale * GradientOf(id, e);
+            }
+          }
+          const int position = poison_.parameter - table_.first(unit);
+          if (!poison_.looked_up && position >= 0 && position < static_cast<int>(targets.size())) {
+            targets[position].f32()[poison_.element] = poison_.value;
+          }
+          return absl::OkStatus();
+        });
   }
 
-  // The step whose parameters are to be expected, counted from 0, and the mean gradient's weight
-  // per step.
-  void Expect(int64_t steps_done, double weight) {
+  // The step whose parameters are to be expected, counted from 0, the mean gradient's weight per
+  // step, and what each use adds to a row's weight: those of `table`'s rows and of `places`'.
+  struct Weights {
+    double whole = 0;
+    std::vector<double> table = std::vector<double>(7);
+    std::vector<double> places = std::vector<double>(4);
+
+    // Adds one rank's micro-batch.
+    void Add(const Batch& batch, double share) {
+      whole += share * batch.targets[0];
+      const std::vector<std::vector<int32_t>> uses = ToyRowUses(batch);
+      for (const int32_t row : uses[0]) table[row] += share * batch.targets[0];
+      for (const int32_t row : uses[1]) places[row] += share * batch.targets[0];
+    }
+    double Of(int id, int64_t element) const {
+      if (id == kTable) return whole + table[element / 3];
+      if (id == kPlaces) return whole + places[element / 2];
+      return whole;
+    }
+  };
+  void Expect(int64_t steps_done, const Weights& weights) {
     steps_done_ = steps_done;
-    mean_weight_ = weight;
+    weights_ = weights;
   }
-  // What this rank's backward writes instead of one element of a gradient.
+  // What this rank's backward writes instead of one element of a gradient: the first stage's if
+  // `looked_up`, which must use the row.
   struct Poison {
     int parameter = -1;
     int64_t element = 0;
     float value = 0;
+    bool looked_up = false;
   };
   void SetPoison(const Poison& poison) { poison_ = poison; }
   int64_t wrong() const { return wrong_; }
   int64_t checked() const { return checked_; }
 
   float Expected(int id, int64_t element, int64_t steps) const {
-    const int uses = table_[id].unit == 0 ? 2 : 1;
     const float start = table_[id].spec.init.kind == Init::Kind::kOne ? 1 : 0;
-    return start - static_cast<float>(kLr * mean_weight_ * steps) * GradientOf(id, element, uses);
+    return start -
+           static_cast<float>(kLr * weights_.Of(id, element) * steps) * GradientOf(id, element);
   }
 
  private:
@@ -141,14 +211,57 @@ class ToyModel : public Model {
     });
   }
 
+  void CheckTables(absl::Span<const Tensor> parameters, Stream& stream) {
+    const std::vector<Tensor> tables(parameters.begin(), parameters.end());
+    ASSERT_EQ(tables.size(), 2u);
+    for (int k = 0; k < 2; ++k) {
+      ASSERT_EQ(tables[k].rows, static_cast<int64_t>(distinct_[k].size()));
+      ASSERT_EQ(tables[k].cols, table_[kLookedUp[k]].spec.cols);
+    }
+    stream.Enqueue({.name = "check"},
+                   [this, tables, distinct = distinct_, steps = steps_done_](const OpContext&) {
+                     Jitter();
+                     for (int k = 0; k < 2; ++k) {
+                       for (int64_t e = 0; e < tables[k].size(); ++e) {
+                         const int64_t cols = tables[k].cols;
+                         const int64_t element = distinct[k][e / cols] * cols + e % cols;
+                         ++checked_;
+                         if (tables[k].f32()[e] != Expected(kLookedUp[k], element, steps)) ++wrong_;
+                       }
+                     }
+                     return absl::OkStatus();
+                   });
+  }
+
+  void WriteRowGradients(const std::vector<Tensor>& targets, float scale,
+                         const std::vector<std::vector<int32_t>>& rows,
+                         const std::vector<std::vector<int32_t>>& distinct) {
+    for (int k = 0; k < 2; ++k) {
+      const int64_t cols = targets[k].cols;
+      for (int64_t e = 0; e < targets[k].size(); ++e) {
+        const int32_t row = distinct[k][e / cols];
+        const int64_t element = row * cols + e % cols;
+        const auto uses = std::count(rows[k].begin(), rows[k].end(), row);
+        targets[k].f32()[e] = scale * uses * GradientOf(kLookedUp[k], element);
+        if (poison_.looked_up && poison_.parameter == kLookedUp[k] && poison_.element == element) {
+          targets[k].f32()[e] = poison_.value;
+        }
+      }
+    }
+  }
+
+  static constexpr int kLookedUp[] = {kTable, kPlaces};
+
   const std::vector<UnitSpec> units_;
   const ParameterTable table_;
   const bool jitter_;
   std::vector<Stage> stages_;
+  // Of the micro-batch being enqueued: what it uses of each lookup, and the distinct rows of that.
+  std::vector<std::vector<int32_t>> rows_, distinct_;
   float weight_ = 0;
   float gradient_scale_ = 0;
   int64_t steps_done_ = 0;
-  double mean_weight_ = 1;
+  Weights weights_;
   Poison poison_;
   int calls_ = 0;  // compute stream only
   std::atomic<int64_t> wrong_ = 0, checked_ = 0;
@@ -204,6 +317,12 @@ void OnRanks(int world_size, const std::function<void(int, ProcessGroup&)>& body
   for (std::thread& thread : threads) thread.join();
 }
 
+struct ToyBatch {
+  std::vector<int32_t> tokens;
+  int32_t weight = 1;
+  Batch batch() const { return {1, static_cast<int64_t>(tokens.size()), tokens.data(), &weight}; }
+};
+
 // One rank's engine with a toy model and SGD.
 struct ToyRank {
   ToyRank(ProcessGroup& group, const EngineOptions& options, int blocks, bool jitter = false)
@@ -219,8 +338,8 @@ struct ToyRank {
     return engine->TrainStep({&batch, 1}, global_tokens, {}, &wish);
   }
 
-  const int32_t weight = 1;
-  const Batch batch = {1, 1, &weight, nullptr};
+  const ToyBatch data = {{6, 0, 6}, 1};
+  const Batch batch = data.batch();
   const std::unique_ptr<Device> device;
   Allocator allocator;
   ToyModel model;
@@ -237,40 +356,47 @@ struct Case {
 
 class EngineTest : public testing::TestWithParam<Case> {};
 
+// Rank r's micro-batch m: 1 to 4 tokens with repeats, of which others use some as well.
+ToyBatch DataOf(int rank, int micro_batch) {
+  ToyBatch data = {{}, 1 + (rank + micro_batch) % 2};
+  for (int i = 0; i <= (rank + 2 * micro_batch) % 4; ++i) {
+    data.tokens.push_back((rank * 3 + micro_batch * 2 + i * (i - 1)) % 7);
+  }
+  return data;
+}
+
 TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
   const Case& c = GetParam();
   constexpr int kSteps = 5;
   OnRanks(c.world_size, [&](int rank, ProcessGroup& group) {
     ToyRank toy(group, c.options, c.blocks, /*jitter=*/true);
     ASSERT_TRUE(toy.engine->Start(1).ok());
-    // Rank r's micro-batch m weighs 1 + (r + m) % 2; the sum over both is divided by global_tokens.
-    std::vector<int32_t> weights(c.micro_batches);
-    std::vector<Batch> batches;
-    double total = 0;
+    // The sum over ranks and micro-batches is divided by global_tokens, 8.
+    ToyModel::Weights weights;
     for (int r = 0; r < c.world_size; ++r) {
-      for (int m = 0; m < c.micro_batches; ++m) total += 1 + (r + m) % 2;
+      for (int m = 0; m < c.micro_batches; ++m) weights.Add(DataOf(r, m).batch(), 1.0 / 8);
     }
-    for (int m = 0; m < c.micro_batches; ++m) {
-      weights[m] = 1 + (rank + m) % 2;
-      batches.push_back({1, 1, &weights[m], nullptr});
-    }
+    std::vector<ToyBatch> data;
+    std::vector<Batch> batches;
+    for (int m = 0; m < c.micro_batches; ++m) data.push_back(DataOf(rank, m));
+    for (const ToyBatch& micro_batch : data) batches.push_back(micro_batch.batch());
     const ParameterTable& table = toy.engine->table();
     double squares = 0;
     for (int id = 0; id < table.size(); ++id) {
       for (int64_t e = 0; e < table[id].spec.size(); ++e) {
-        squares += std::pow(total / 8 * GradientOf(id, e, table[id].unit == 0 ? 2 : 1), 2);
+        squares += std::pow(weights.Of(id, e) * GradientOf(id, e), 2);
       }
     }
     for (int64_t step = 0; step < kSteps; ++step) {
-      toy.model.Expect(step, total / 8);
+      toy.model.Expect(step, weights);
       const auto result =
           toy.engine->TrainStep(batches, /*global_tokens=*/8, {.step = step + 1}, nullptr);
       ASSERT_TRUE(result.ok()) << result.status();
-      EXPECT_DOUBLE_EQ(result->loss, total / 8);
+      EXPECT_DOUBLE_EQ(result->loss, weights.whole);
       EXPECT_NEAR(result->gradient_norm, std::sqrt(squares), 1e-9 * std::sqrt(squares));
     }
-    toy.model.Expect(kSteps, total / 8);
-    EXPECT_DOUBLE_EQ(*toy.engine->Evaluate(batches), total);
+    toy.model.Expect(kSteps, weights);
+    EXPECT_DOUBLE_EQ(*toy.engine->Evaluate(batches), 8 * weights.whole);
     for (int id = 0; id < table.size(); ++id) {
       std::vector<float> whole(rank == 0 ? table[id].spec.size() : 0);
       ASSERT_TRUE(toy.engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
@@ -320,7 +446,6 @@ int64_t BytesOfOneStep(int world_size, const EngineOptions& options, int micro_b
     ToyRank toy(group, options, 4);
     ASSERT_TRUE(toy.engine->Start(1).ok());
     const std::vector<Batch> batches(micro_batches, toy.batch);
-    toy.model.Expect(0, 1);
     ASSERT_TRUE(toy.engine->TrainStep(batches, 1, {}, nullptr).ok());
     ASSERT_TRUE(toy.engine->Synchronize().ok());
     bytes += group.ledger().bytes(purpose);
@@ -332,24 +457,27 @@ TEST(EngineBytes, EqualTheRingFormulasToTheByte) {
   const ParameterTable table(ToyUnits(4));
   const int64_t all = table.elements() * 4;
   const int64_t root = table.unit_elements(0) * 4;
+  // Tokens 6, 0 and 6: every rank looks up 2 rows of 3 floats and 3 rows of 2, and whoever stores a
+  // row sends it to all others.
+  const int64_t rows = (2 * 3 + 3 * 2) * 4;
   for (const int n : {1, 2, 3, 5, 8}) {
     // Over all ranks a ring all-gather or reduce-scatter of S bytes sends (N-1) S. Blocks are
-    // gathered for forward and for backward; the root, in use from end to end, once.
-    EXPECT_EQ(BytesOfOneStep(n, {}, 1, Purpose::kParameter), (n - 1) * (2 * all - root));
-    EXPECT_EQ(BytesOfOneStep(n, {}, 1, Purpose::kGradient), (n - 1) * all);
+    // gathered for forward and for backward; the root, with which backward begins, once.
+    EXPECT_EQ(BytesOfOneStep(n, {}, 1, Purpose::kParameter), (n - 1) * (2 * all - root + rows));
+    EXPECT_EQ(BytesOfOneStep(n, {}, 1, Purpose::kGradient), (n - 1) * (all + rows));
     EXPECT_EQ(BytesOfOneStep(n, {}, 1, Purpose::kOptimizer), 0);
     // Kept from forward to backward, every unit is gathered once.
     EXPECT_EQ(BytesOfOneStep(n, {.reshard_after_forward = false}, 1, Purpose::kParameter),
-              (n - 1) * all);
+              (n - 1) * (all + rows));
     // What stays, stays through all micro-batches of the step.
     EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kParameter),
-              (n - 1) * (root + 3 * 2 * (all - root)));
+              (n - 1) * (root + 3 * 2 * (all - root) + 3 * rows));
     EXPECT_EQ(BytesOfOneStep(n, {.reshard_after_forward = false}, 3, Purpose::kParameter),
-              (n - 1) * all);
-    // With sync every micro-batch is reduced; without, only the last.
-    EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kGradient), 3 * (n - 1) * all);
+              (n - 1) * (all + 3 * rows));
+    // With sync every micro-batch is reduced; without, only the last. Rows are always sent.
+    EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kGradient), 3 * (n - 1) * (all + rows));
     EXPECT_EQ(BytesOfOneStep(n, {.sync_every_micro_batch = false}, 3, Purpose::kGradient),
-              (n - 1) * all);
+              (n - 1) * (all + 3 * rows));
   }
 }
 
@@ -367,7 +495,7 @@ TEST(Engine, ClippingScalesTheUpdateByTheGlobalNorm) {
       const double coefficient = 0.5 / (result->gradient_norm + 1e-6);
       ASSERT_LT(coefficient, 1);
       for (size_t e = 0; e < whole.size(); ++e) {
-        EXPECT_NEAR(whole[e], -kLr * coefficient * GradientOf(id, e, 1), 1e-7);
+        EXPECT_NEAR(whole[e], -kLr * coefficient * GradientOf(id, e), 1e-7);
       }
     });
   }
@@ -381,21 +509,27 @@ TEST(Engine, ABrokenGradientNamesUnitParameterAndRankAndChangesNothing) {
   struct Broken {
     int parameter;
     int64_t element;
+    bool looked_up;
     const char* named;
     const char* rank;  // that stores the element's row, of 3
   };
-  const std::vector<Broken> cases = {{0, 20, "table (unit root)", "rank 2"},
-                                     {1, 0, "bias (unit root)", "rank 0"},
-                                     {4, 1, "w1 (unit h.1)", "rank 0"},
-                                     {4, 11, "w1 (unit h.1)", "rank 2"},
-                                     {5, 1, "b1 (unit h.1)", "rank 1"}};
+  const std::vector<Broken> cases = {{kTable, 20, false, "table (unit root)", "rank 2"},
+                                     {kTable, 20, true, "table (unit root)", "rank 2"},
+                                     {kTable, 0, true, "table (unit root)", "rank 0"},
+                                     {1, 0, false, "bias (unit root)", "rank 0"},
+                                     {kPlaces, 5, true, "places (unit root)", "rank 1"},
+                                     {5, 1, false, "w1 (unit h.1)", "rank 0"},
+                                     {5, 11, false, "w1 (unit h.1)", "rank 2"},
+                                     {6, 1, false, "b1 (unit h.1)", "rank 1"}};
   for (const double clip : {1.0, kInfinity}) {
     for (const float value : kNotFinite) {
       for (const Broken& broken : cases) {
         OnRanks(3, [&](int rank, ProcessGroup& group) {
           ToyRank toy(group, {.clip = clip}, 2);
           ASSERT_TRUE(toy.engine->Start(1).ok());
-          if (rank == 1) toy.model.SetPoison({broken.parameter, broken.element, value});
+          if (rank == 1) {
+            toy.model.SetPoison({broken.parameter, broken.element, value, broken.looked_up});
+          }
           const auto result = toy.Step();
           ASSERT_FALSE(result.ok());
           for (const char* part : {broken.named, broken.rank}) {
@@ -422,7 +556,10 @@ TEST(Engine, WithoutClippingABrokenGradientIsFoundWhenEveryUnitHasItsUpdate) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
     ToyRank toy(group, {.clip = 0}, 2);
     ASSERT_TRUE(toy.engine->Start(1).ok());
-    if (rank == 1) toy.model.SetPoison({4, 1, kNotFinite[0]});
+    ToyModel::Weights weights;
+    for (int r = 0; r < 3; ++r) weights.Add(toy.batch, 1.0 / 3);
+    toy.model.Expect(0, weights);
+    if (rank == 1) toy.model.SetPoison({5, 1, kNotFinite[0]});
     const auto result = toy.Step(/*global_tokens=*/3);
     ASSERT_FALSE(result.ok());
     EXPECT_NE(result.status().message().find("w1 (unit h.1)"), absl::string_view::npos);
@@ -432,7 +569,7 @@ TEST(Engine, WithoutClippingABrokenGradientIsFoundWhenEveryUnitHasItsUpdate) {
       for (const ParameterShard& shard : toy.engine->unit(u).parameters) {
         const int64_t first = shard.rows.begin * table[shard.id].spec.cols;
         for (int64_t e = 0; e < shard.value.size(); ++e) {
-          if (shard.id == 4 && first + e == 1) {
+          if (shard.id == 5 && first + e == 1) {
             EXPECT_TRUE(std::isnan(shard.value.f32()[e]));
           } else {
             EXPECT_NEAR(shard.value.f32()[e], toy.model.Expected(shard.id, first + e, 1), 1e-6);
@@ -504,8 +641,8 @@ TEST(Engine, PlannedMemoryIsWhatARunAllocates) {
         Allocator allocator(device.get());
         auto engine = *Engine::Create(options, model, group, *device, allocator, &sgd);
         ASSERT_TRUE(engine->Start(1).ok());
-        const int32_t weight = 1;
-        const Batch batch{1, 1, &weight, nullptr};
+        const ToyBatch data = {{6, 0, 6}};
+        const Batch batch = data.batch();
         ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
         EXPECT_EQ(plan.peak().bytes, allocator.peak().bytes);
       });
@@ -527,6 +664,85 @@ TEST(Engine, PrefetchDepthBoundsTheGatheredMemory) {
   const int64_t slot = gathered(1) - gathered(0);
   EXPECT_GT(slot, 0);
   EXPECT_EQ(gathered(3) - gathered(1), 2 * slot);
+}
+
+// What a step of one rank and 3 blocks enqueues, by unit: the sending of rows, all-gathers, forward
+// and backward.
+std::vector<std::string> OrderOfOneStep(const EngineOptions& options) {
+  auto groups = *CreateThreadRanks(1, {});
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  Allocator allocator(device.get());
+  ToyModel model(3, false);
+  Sgd sgd(*device, false);
+  const auto engine = *Engine::Create(options, model, *groups[0], *device, allocator, &sgd);
+  EXPECT_TRUE(engine->Start(1).ok());
+  const ToyBatch data = {{6, 0, 6}};
+  const Batch batch = data.batch();
+  EXPECT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
+  EXPECT_TRUE(engine->Synchronize().ok());
+
+  std::map<int64_t, std::string> order;  // by id, which counts what is enqueued
+  for (const StreamRecord* stream : recorder.streams()) {
+    for (const RecordedOp& op : stream->ops()) {
+      const bool backward = op.phase == Phase::kBackward;
+      if (op.call.purpose == Purpose::kParameter && op.call.calls > 0) {
+        order[op.id] = absl::StrCat(op.call.operation, " ", *op.unit);
+      } else if (op.info.name == "check" && !backward) {
+        order[op.id] = absl::StrCat("forward ", *op.unit);
+      } else if (op.info.name == "backward") {
+        order[op.id] = absl::StrCat("backward ", *op.unit);
+      }
+    }
+  }
+  std::vector<std::string> names;
+  for (const auto& [id, name] : order) names.push_back(name);
+  return names;
+}
+
+TEST(Engine, GathersAheadIntoFreeSlotsAndWhatStaysAsSoonAsItIsNext) {
+  using Order = std::vector<std::string>;
+  EXPECT_EQ(OrderOfOneStep({.prefetch = 0}),
+            (Order{"all_to_all root", "all_to_all root", "forward root",  //
+                   "all_gather h.0", "forward h.0",                       //
+                   "all_gather h.1", "forward h.1",                       //
+                   "all_gather h.2", "forward h.2",                       //
+                   "all_gather root", "forward root", "backward root",    //
+                   "all_gather h.2", "backward h.2",                      //
+                   "all_gather h.1", "backward h.1",                      //
+                   "all_gather h.0", "backward h.0", "backward root"}));
+  // Two slots: while the first and the last stage compute, which use none, both are filled.
+  EXPECT_EQ(OrderOfOneStep({.prefetch = 1}),
+            (Order{"all_to_all root", "all_to_all root",                //
+                   "all_gather h.0", "all_gather h.1", "forward root",  //
+                   "forward h.0",                                       //
+                   "all_gather h.2", "all_gather root", "forward h.1",  //
+                   "all_gather h.2", "forward h.2",                     //
+                   "all_gather h.1", "forward root", "backward root",   //
+                   "backward h.2",                                      //
+                   "all_gather h.0", "backward h.1", "backward h.0", "backward root"}));
+  EXPECT_EQ(OrderOfOneStep({.reshard_after_forward = false}),
+            (Order{"all_to_all root", "all_to_all root", "all_gather h.0", "all_gather h.1",
+                   "all_gather h.2", "all_gather root", "forward root", "forward h.0",
+                   "forward h.1", "forward h.2", "forward root", "backward root", "backward h.2",
+                   "backward h.1", "backward h.0", "backward root"}));
+}
+
+TEST(Engine, EvaluatesWithoutAnOptimizer) {
+  OnRanks(3, [&](int rank, ProcessGroup& group) {
+    const auto device = *CreateDevice(Backend::kCpu, 1);
+    ToyModel model(2, true);
+    Allocator allocator(device.get());
+    const auto engine = *Engine::Create({}, model, group, *device, allocator, nullptr);
+    ASSERT_TRUE(engine->Start(1).ok());
+    const std::vector<ToyBatch> data = {DataOf(rank, 0), DataOf(rank, 1), DataOf(rank, 2)};
+    const std::vector<Batch> batches = {data[0].batch(), data[1].batch(), data[2].batch()};
+    // Weights 1 + (rank + micro-batch) % 2: 1 2 1, 2 1 2, 1 2 1.
+    EXPECT_EQ(*engine->Evaluate(batches), 13);
+    EXPECT_EQ(model.wrong(), 0);
+    EXPECT_EQ(allocator.peak()[MemoryPurpose::kGradients], 0);
+  });
 }
 
 TEST(Engine, ANegativePrefetchIsRefused) {

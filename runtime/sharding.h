@@ -22,6 +22,11 @@ inline RowRange RowsOfRank(int64_t rows, int world_size, int rank) {
   return {std::min(rank * chunk, rows), std::min((rank + 1) * chunk, rows)};
 }
 
+// The rank that stores `row`.
+inline int RankOfRow(int64_t rows, int world_size, int64_t row) {
+  return static_cast<int>(row / ((rows + world_size - 1) / world_size));
+}
+
 // Every rank's number of elements of a [rows, cols] parameter.
 inline std::vector<int64_t> ElementsPerRank(int64_t rows, int64_t cols, int world_size) {
   std::vector<int64_t> counts(world_size);

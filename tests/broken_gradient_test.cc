@@ -41,7 +41,7 @@ class ToyModel : public Model {
   absl::Span<const Stage> stages() const override { return stages_; }
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
   double FlopsPerToken(int64_t) const override { return 1; }
-  void Begin(Stream&, const Batch&, float) override {}
+  void Begin(Stream&, const Batch&, absl::Span<const std::vector<int32_t>>, float) override {}
   void Forward(int, absl::Span<const Tensor>, bool, double*, Stream&) override {}
   void Backward(int stage, absl::Span<const Tensor>, absl::Span<const Tensor> gradients, bool,
                 Stream& stream) override {

@@ -8,6 +8,7 @@
 #include <fstream>
 #include <limits>
 #include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -97,20 +98,24 @@ Workload WorkloadOf(const Variant& v) {
   return workload;
 }
 
+Dataset OpenText(const TrainerOptions& options) {
+  auto dataset = Dataset::Open({.path = TextFile(),
+                                .vocabulary = kModel.vocab,
+                                .seq_len = kSeqLen,
+                                .global_batch = options.sequences_per_step(),
+                                .seed = 7,
+                                .val_fraction = 0.05});
+  EXPECT_TRUE(dataset.ok()) << dataset.status();
+  return *std::move(dataset);
+}
+
 RunResult TrainOnce(const Variant& v) {
   spdlog::set_level(spdlog::level::warn);
   static int number = 0;
   const std::string run_dir = absl::StrCat(testing::TempDir(), "/parity_run_", ++number);
   fs::remove_all(run_dir);
   const TrainerOptions options = OptionsOf(v, run_dir);
-  const auto dataset = Dataset::Open({.path = TextFile(),
-                                      .vocabulary = kModel.vocab,
-                                      .seq_len = kSeqLen,
-                                      .global_batch = options.sequences_per_step(),
-                                      .seed = 7,
-                                      .val_fraction = 0.05});
-  EXPECT_TRUE(dataset.ok()) << dataset.status();
-  const auto result = Train(options, WorkloadOf(v), *dataset);
+  const auto result = Train(options, WorkloadOf(v), OpenText(options));
   EXPECT_TRUE(result.ok()) << result.status();
 
   RunResult run;
@@ -216,17 +221,47 @@ TEST_P(Parity, WithoutClippingUpdatesInBackwardGiveTheSameRun) {
   EXPECT_LT(LargestRelativeDifference(during.losses, after.losses), 1e-6);
 }
 
+// Bytes of the embeddings' rows that cross ranks in one direction, over all steps and ranks of a
+// run with one micro-batch a step: a rank needs each of its tokens' rows, and each of its
+// positions', once.
+int64_t LookedUpBytes(const Variant& v) {
+  const TrainerOptions options = OptionsOf(v, "");
+  const Dataset dataset = OpenText(options);
+  int64_t rows = 0;
+  for (int64_t step = 0; step < v.steps; ++step) {
+    for (int rank = 0; rank < v.ranks; ++rank) {
+      std::set<int32_t> tokens;
+      for (int64_t b = 0; b < v.batch; ++b) {
+        std::vector<int32_t> inputs(kSeqLen), targets(kSeqLen);
+        dataset.TrainSequence((step * v.ranks + rank) * v.batch + b, absl::MakeSpan(inputs),
+                              absl::MakeSpan(targets));
+        tokens.insert(inputs.begin(), inputs.end());
+      }
+      const auto elsewhere = [&](int64_t parameter_rows, int64_t row) {
+        const int64_t chunk = (parameter_rows + v.ranks - 1) / v.ranks;
+        return row / chunk != rank;
+      };
+      for (const int32_t token : tokens) rows += elsewhere(kModel.vocab, token);
+      for (int64_t t = 0; t < kSeqLen; ++t) rows += elsewhere(kModel.positions, t);
+    }
+  }
+  return rows * kModel.width * sizeof(float);
+}
+
 TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
   const ParameterTable table(Gpt2Units(kModel));
   const double all = 4.0 * table.elements();
   const double root = 4.0 * table.unit_elements(0);
   for (const int ranks : {1, 2, 3}) {
-    const RunResult run = TrainOnce(
-        {.optimizer = GetParam(), .ranks = ranks, .batch = 2, .steps = 3, .val_every = 2});
+    const Variant variant = {
+        .optimizer = GetParam(), .ranks = ranks, .batch = 2, .steps = 3, .val_every = 2};
+    const RunResult run = TrainOnce(variant);
     const json& bytes = run.summary["bytes_per_step"];
     const double share = (ranks - 1.0) / ranks;
-    EXPECT_EQ(bytes["parameter"], std::llround(share * (2 * all - root)));
-    EXPECT_EQ(bytes["gradient"], std::llround(share * all));
+    const double rows = LookedUpBytes(variant) / (3.0 * ranks);
+    EXPECT_EQ(rows > 0, ranks > 1);
+    EXPECT_EQ(bytes["parameter"], std::llround(share * (2 * all - root) + rows));
+    EXPECT_EQ(bytes["gradient"], std::llround(share * all + rows));
     if (GetParam() != "muon") {
       EXPECT_EQ(bytes["optimizer"], 0);
       EXPECT_EQ(run.summary["ns_calls_per_step"], 0);

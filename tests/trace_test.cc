@@ -133,8 +133,10 @@ TEST_F(TraceTest, RmnpsTraceHasNoCollectiveOfTheOptimizerAndMuonsHasThoseOfItsSc
   for (const auto& test : cases) {
     for (const RankTrace& trace : TrainAndRead(test.arguments)) {
       EXPECT_EQ(Operations(trace, Purpose::kOptimizer), test.operations);
-      EXPECT_EQ(Operations(trace, Purpose::kParameter), std::set<std::string>{"all_gather"});
-      EXPECT_EQ(Operations(trace, Purpose::kGradient), std::set<std::string>{"reduce_scatter"});
+      EXPECT_EQ(Operations(trace, Purpose::kParameter),
+                (std::set<std::string>{"all_gather", "all_to_all"}));
+      EXPECT_EQ(Operations(trace, Purpose::kGradient),
+                (std::set<std::string>{"reduce_scatter", "all_to_all"}));
     }
   }
 }
@@ -143,10 +145,27 @@ TEST_F(TraceTest, OpsCarryTheUnitAndThePhaseThatTheyServe) {
   for (const RankTrace& trace : TrainAndRead({"--optimizer=rmnp", "--trace_steps=2:2"})) {
     // Each unit's gathers: the root, which stays, once; blocks for forward and for backward.
     std::map<std::string, std::vector<std::string>> phases;
-    for (const TraceOp& op : StreamOf(trace, "all_gather").ops) phases[op.unit].push_back(op.phase);
+    std::vector<std::string> rows;
+    for (const TraceOp& op : StreamOf(trace, "all_gather").ops) {
+      if (!op.collective) continue;
+      if (op.collective->operation == "all_gather") phases[op.unit].push_back(op.phase);
+      if (op.collective->operation == "all_to_all") {
+        rows.push_back(absl::StrCat(op.name, " ", op.unit, " ", op.phase));
+      }
+    }
+    EXPECT_THAT(rows, ElementsAre("all_to_all rows wte.weight root forward",
+                                  "all_to_all rows wpe.weight root forward"));
     EXPECT_THAT(phases["root"], ElementsAre("forward"));
     EXPECT_THAT(phases["h.0"], ElementsAre("forward", "backward"));
     EXPECT_THAT(phases["h.1"], ElementsAre("forward", "backward"));
+    rows.clear();
+    for (const TraceOp& op : StreamOf(trace, "reduce_scatter").ops) {
+      if (op.collective && op.collective->operation == "all_to_all") {
+        rows.push_back(absl::StrCat(op.name, " ", op.unit, " ", op.phase));
+      }
+    }
+    EXPECT_THAT(rows, ElementsAre("all_to_all rows wte.weight root backward",
+                                  "all_to_all rows wpe.weight root backward"));
     std::set<std::string> computed, updated;
     for (const TraceOp& op : StreamOf(trace, "compute").ops) {
       if (!op.phase.empty()) computed.insert(absl::StrCat(op.phase, " ", op.unit));

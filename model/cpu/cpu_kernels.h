@@ -18,7 +18,7 @@ class CpuKernels : public Kernels {
   void EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t seq_len, const Tensor& wte,
                         const Tensor& wpe, const Tensor& out) override;
   void EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_t seq_len, const Tensor& dout,
-                         const Tensor& dwte, const Tensor& dwpe, Write write) override;
+                         const Tensor& dwte, const Tensor& dwpe) override;
   void LayerNormForward(Stream& stream, const Tensor& x, const Tensor& gain, const Tensor& bias,
                         const Tensor& y, const Tensor& mean, const Tensor& rstd) override;
   void AddLayerNormForward(Stream& stream, const Tensor& x, const Tensor& delta, const Tensor& gain,

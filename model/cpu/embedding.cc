@@ -32,8 +32,7 @@ void CpuKernels::EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t
 }
 
 void CpuKernels::EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_t seq_len,
-                                   const Tensor& dout, const Tensor& dwte, const Tensor& dwpe,
-                                   Write write) {
+                                   const Tensor& dout, const Tensor& dwte, const Tensor& dwpe) {
   const int64_t count = dout.rows, width = dout.cols, vocabulary = dwte.rows;
   const int64_t positions = dwpe.rows;
   DIM0_CHECK(dwte.cols == width && dwpe.cols == width && positions >= seq_len);
@@ -47,10 +46,10 @@ void CpuKernels::EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_
                    // By columns, because tokens repeat: each thread adds all tokens in order to its
                    // own columns.
                    ForColumnStrips(pool_, width, [=](int64_t begin, int64_t strip) {
-                     if (write == Write::kOverwrite) {
-                       for (int64_t t = 0; t < positions; ++t)
-                         std::fill_n(dwpe + t * width + begin, strip, 0.0f);
-                     }
+                     for (int64_t t = 0; t < vocabulary; ++t)
+                       std::fill_n(dwte + t * width + begin, strip, 0.0f);
+                     for (int64_t t = 0; t < positions; ++t)
+                       std::fill_n(dwpe + t * width + begin, strip, 0.0f);
                      for (int64_t n = 0; n < count; ++n) {
                        DIM0_CHECK(0 <= tokens[n] && tokens[n] < vocabulary);
                        const float* row = dout + n * width + begin;

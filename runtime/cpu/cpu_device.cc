@@ -26,6 +26,9 @@ namespace {
 
 constexpr int64_t kHugePage = int64_t{2} << 20;
 
+// Rows that one thread copies or adds at least.
+constexpr int64_t kRowGrain = 16;
+
 // From /proc/meminfo, in bytes.
 absl::StatusOr<int64_t> MachineAvailable() {
   std::ifstream meminfo("/proc/meminfo");
@@ -282,6 +285,41 @@ void CpuDevice::ClipScale(Stream& stream, const double* stats, int ranks, int64_
     }
     return absl::OkStatus();
   });
+}
+
+void CpuDevice::GatherRows(Stream& stream, const Tensor& source, const int32_t* rows,
+                           const Tensor& target) {
+  DIM0_CHECK(source.cols == target.cols);
+  const int64_t cols = target.cols;
+  stream.Enqueue({.name = "gather_rows", .kind = OpKind::kCopy, .bytes = 8.0 * target.size()},
+                 [=, this](const OpContext&) {
+                   pool_.ParallelFor(target.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       DIM0_CHECK(0 <= rows[i] && rows[i] < source.rows);
+                       std::copy_n(source.f32() + rows[i] * cols, cols, target.f32() + i * cols);
+                     }
+                   });
+                   return absl::OkStatus();
+                 });
+}
+
+void CpuDevice::AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
+                        const Tensor& target) {
+  DIM0_CHECK(source.cols == target.cols);
+  const int64_t cols = source.cols;
+  stream.Enqueue({.name = "add_rows", .flops = 1.0 * source.size(), .bytes = 12.0 * source.size()},
+                 [=, this](const OpContext&) {
+                   pool_.ParallelFor(source.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+                     for (int64_t i = begin; i < end; ++i) {
+                       DIM0_CHECK(0 <= rows[i] && rows[i] < target.rows);
+                       const float* from = source.f32() + i * cols;
+                       float* to = target.f32() + rows[i] * cols;
+#pragma omp simd
+                       for (int64_t c = 0; c < cols; ++c) to[c] += from[c];
+                     }
+                   });
+                   return absl::OkStatus();
+                 });
 }
 
 void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {

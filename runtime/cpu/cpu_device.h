@@ -32,6 +32,10 @@ class CpuDevice : public Device {
                          double* ratios) override;
   void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride, int64_t count,
                  double clip, float* scale) override;
+  void GatherRows(Stream& stream, const Tensor& source, const int32_t* rows,
+                  const Tensor& target) override;
+  void AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
+               const Tensor& target) override;
   void Zero(Stream& stream, void* target, int64_t bytes) override;
   void Copy(Stream& stream, void* target, const void* source, int64_t bytes) override;
   void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) override;
