@@ -174,6 +174,14 @@ absl::Status Engine::Allocate() {
       ++sharing_gradient;
     }
   }
+  for (UnitState& state : units_) {
+    int64_t floats = 0;
+    for (const ParameterShard& shard : state.unit.parameters) {
+      floats += Aligned(table_[shard.id].spec.size());
+    }
+    const bool ahead = state.stays && options_.prefetch > 0 && largest_gathered > 0;
+    Cut(state, ahead ? (floats + largest_gathered - 1) / largest_gathered : 1);
+  }
   // No more slots than a micro-batch has gathers into them.
   gathered_slots_.resize(
       std::min(int64_t{options_.prefetch} + 1, int64_t{sharing_gathered} * (trains ? 2 : 1)));
@@ -195,6 +203,33 @@ absl::Status Engine::Allocate() {
   DIM0_ASSIGN_OR_RETURN(gradient_scale_,
                         allocator_.Allocate(MemoryPurpose::kCommunication, sizeof(float)));
   return absl::OkStatus();
+}
+
+void Engine::Cut(UnitState& state, int64_t pieces) {
+  state.pieces.resize(pieces);
+  for (size_t i = 0; i < state.unit.parameters.size(); ++i) {
+    const ParameterSpec& spec = table_[state.unit.parameters[i].id].spec;
+    const int position = static_cast<int>(i);
+    if (pieces == 1) {
+      state.pieces[0].push_back({.position = position, .counts = state.counts[i]});
+      continue;
+    }
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      for (int rank = 0; rank < group_.world_size(); ++rank) {
+        const RowRange rows = RowsOfRank(spec.rows, group_.world_size(), rank);
+        const int64_t begin = rows.size() * piece / pieces;
+        const int64_t end = rows.size() * (piece + 1) / pieces;
+        if (begin == end) continue;
+        // A rank's rows do not follow the other ranks' here, so each rank's are a portion.
+        Portion portion = {.position = position,
+                           .in_whole = (rows.begin + begin) * spec.cols,
+                           .in_shard = rank == group_.rank() ? begin * spec.cols : 0,
+                           .counts = std::vector<int64_t>(group_.world_size())};
+        portion.counts[rank] = (end - begin) * spec.cols;
+        state.pieces[piece].push_back(std::move(portion));
+      }
+    }
+  }
 }
 
 absl::Status Engine::AllocateLookup(LookupState& lookup) {
@@ -298,7 +333,7 @@ Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {
   return views;
 }
 
-Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
+Engine::Gathered Engine::Gather(UnitState& state, size_t piece, Phase phase) {
   Slot* slot = &state.gathered_buffer;
   if (!state.stays) {
     slot = &gathered_slots_[next_gathered_slot_++ % gathered_slots_.size()];
@@ -306,20 +341,24 @@ Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
   }
   const std::string& name = table_.unit_name(state.unit.index);
   const RecordedUnit recorded(device_.recorder(), name, phase);
-  all_gather_->Wait(slot->free);
-  if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
-  all_gather_->CountLive(MemoryPurpose::kGathered, UnitBytes(state));
+  if (piece == 0) {
+    all_gather_->Wait(slot->free);
+    if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
+    all_gather_->CountLive(MemoryPurpose::kGathered, UnitBytes(state));
+  }
 
   const Views whole = ViewsOf(state, *slot);
   std::vector<AllGatherPart> parts;
-  for (size_t i = 0; i < whole.size(); ++i) {
-    parts.push_back({.send = state.unit.parameters[i].value.data,
-                     .recv = whole[i].data,
-                     .counts = state.counts[i]});
+  double elements = 0;
+  for (const Portion& portion : state.pieces[piece]) {
+    parts.push_back({.send = state.unit.parameters[portion.position].value.f32() + portion.in_shard,
+                     .recv = whole[portion.position].f32() + portion.in_whole,
+                     .counts = portion.counts});
+    elements += Sum(portion.counts);
   }
   all_gather_->Enqueue({.name = absl::StrCat("all_gather ", name),
                         .kind = OpKind::kCollective,
-                        .bytes = 4.0 * table_.unit_elements(state.unit.index)},
+                        .bytes = 4 * elements},
                        [this, name, parts = std::move(parts)](const OpContext& context) {
                          return parameter_channel_->AllGather(
                              {Purpose::kParameter, name, context.native_stream, context.call},
@@ -328,20 +367,40 @@ Engine::Gathered Engine::Gather(UnitState& state, Phase phase) {
   return {slot, all_gather_->Record()};
 }
 
+void Engine::AddToGatherOrder(const UnitState& state) {
+  std::vector<GatherStep> before;
+  before.swap(gather_order_);
+  const size_t pieces = state.pieces.size();
+  size_t piece = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    gather_order_.push_back(before[i]);
+    while (pieces > 1 && (piece + 1) * before.size() <= (i + 1) * pieces) {
+      gather_order_.push_back({.unit = state.unit.index, .piece = piece++});
+    }
+  }
+  while (piece < pieces) gather_order_.push_back({.unit = state.unit.index, .piece = piece++});
+}
+
 void Engine::IssueGathers() {
   while (gathered_.size() < gather_order_.size()) {
     const size_t next = gathered_.size();
-    UnitState& state = units_[gather_order_[next]];
+    UnitState& state = units_[gather_order_[next].unit];
     const bool may_go_ahead =
         options_.prefetch > 0 && (state.stays || slots_held_ < gathered_slots_.size());
     if (next >= gathers_used_ && !may_go_ahead) return;
-    gathered_.push_back(
-        Gather(state, next < forward_gathers_ ? Phase::kForward : Phase::kBackward));
+    gathered_.push_back(Gather(state, gather_order_[next].piece,
+                               next < forward_gathers_ ? Phase::kForward : Phase::kBackward));
   }
 }
 
 void Engine::Unshard(UnitState& state, bool gathers_here) {
-  if (gathers_here) ++gathers_used_;
+  if (gathers_here) {
+    const auto is_last_piece = [&](const GatherStep& step) {
+      return step.unit == state.unit.index && step.piece + 1 == state.pieces.size();
+    };
+    while (!is_last_piece(gather_order_[gathers_used_++])) {
+    }
+  }
   IssueGathers();
   if (!gathers_here) return;
   const Gathered& gathered = gathered_[gathers_used_ - 1];
@@ -367,28 +426,60 @@ void Engine::AcquireGradient(UnitState& state) {
 }
 
 void Engine::ReduceScatter(UnitState& state) {
+  const absl::Span<const Stage> stages = model_.stages();
+  state.pieces_reduced = 0;
+  reducible_ = compute_->Record();
+  // What is looked up gets the rest of its gradient from the first stage.
+  const bool may_wait = !lookups_.empty() && state.unit.index == stages[0].unit;
+  if (may_wait && state.pieces.size() > 1) {
+    reducing_ = &state;
+    ReducePieces(state, 1);
+    return;
+  }
+  ReducePieces(state, state.pieces.size());
+  if (reducing_ == nullptr) return;
+  // Evenly behind the stages between the last and the first.
+  const size_t all = stages.size() - 2, passed = stages.size() - 1 - state.first_stage;
+  const size_t pieces = reducing_->pieces.size();
+  ReducePieces(*reducing_, std::min(pieces, 1 + passed * pieces / all));
+}
+
+void Engine::ReducePieces(UnitState& state, size_t target) {
+  if (state.pieces_reduced >= target) return;
+  for (; state.pieces_reduced < target; ++state.pieces_reduced) {
+    ReducePiece(state, state.pieces[state.pieces_reduced]);
+  }
+  if (state.pieces_reduced < state.pieces.size()) return;
+  state.has_gradient = true;
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -UnitBytes(state));
+  state.gradient->free = reduce_scatter_->Record();
+  state.gradient = nullptr;
+  if (reducing_ == &state) reducing_ = nullptr;
+}
+
+void Engine::ReducePiece(UnitState& state, const Piece& piece) {
   const Views whole = ViewsOf(state, *state.gradient);
   std::vector<ReduceScatterPart> parts;
-  for (size_t i = 0; i < whole.size(); ++i) {
-    parts.push_back({.send = whole[i].data,
-                     .recv = state.unit.parameters[i].gradient.data,
-                     .counts = state.counts[i],
-                     .accumulate = state.has_gradient});
+  double elements = 0;
+  for (const Portion& portion : piece) {
+    parts.push_back(
+        {.send = whole[portion.position].f32() + portion.in_whole,
+         .recv = state.unit.parameters[portion.position].gradient.f32() + portion.in_shard,
+         .counts = portion.counts,
+         .accumulate = state.has_gradient});
+    elements += Sum(portion.counts);
   }
-  state.has_gradient = true;
   const std::string& name = table_.unit_name(state.unit.index);
-  reduce_scatter_->Wait(compute_->Record());
+  const RecordedUnit recorded(device_.recorder(), name, Phase::kBackward);
+  reduce_scatter_->Wait(reducible_);
   reduce_scatter_->Enqueue({.name = absl::StrCat("reduce_scatter ", name),
                             .kind = OpKind::kCollective,
-                            .bytes = 4.0 * table_.unit_elements(state.unit.index)},
+                            .bytes = 4 * elements},
                            [this, name, parts = std::move(parts)](const OpContext& context) {
                              return gradient_channel_->ReduceScatter(
                                  {Purpose::kGradient, name, context.native_stream, context.call},
                                  DType::kFloat32, parts);
                            });
-  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -UnitBytes(state));
-  state.gradient->free = reduce_scatter_->Record();
-  state.gradient = nullptr;
 }
 
 void Engine::MeasureGradient(UnitState& state) {
@@ -514,6 +605,7 @@ void Engine::LookupBackward(const MicroBatch& micro_batch) {
   compute_->CountLive(MemoryPurpose::kCommunication, BytesOf(tables));
   model_.Backward(/*stage=*/0, {}, tables, /*accumulate=*/false, *compute_);
 
+  if (reducing_ != nullptr) ReducePieces(*reducing_, reducing_->pieces.size());
   reduce_scatter_->Wait(compute_->Record());
   if (!state.has_gradient) {  // the unit's own has yet to be reduced
     for (const ParameterShard& shard : state.unit.parameters) {
@@ -572,11 +664,12 @@ void Engine::RunMicroBatch(const MicroBatch& micro_batch, bool training, bool fi
   gathers_used_ = 0;
   const int first_whole = lookups_.empty() ? 0 : 1;
   for (int s = first_whole; s < num_stages; ++s) {
-    if (gathered_in_forward(units_[stages[s].unit])) gather_order_.push_back(stages[s].unit);
+    const UnitState& state = units_[stages[s].unit];
+    if (gathered_in_forward(state)) AddToGatherOrder(state);
   }
   forward_gathers_ = gather_order_.size();
   for (int s = num_stages - 1; training && s >= first_whole; --s) {
-    if (!units_[stages[s].unit].stays) gather_order_.push_back(stages[s].unit);
+    if (!units_[stages[s].unit].stays) gather_order_.push_back({.unit = stages[s].unit});
   }
   if (first) {
     for (UnitState& state : units_) state.has_gradient = false;

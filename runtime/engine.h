@@ -7,7 +7,12 @@
 //              norm
 //
 // The last stage's unit, with which backward begins, stays gathered, and so do all units without
-// reshard_after_forward. A first stage that looks up rows gathers nothing: shards are whole rows,
+// reshard_after_forward. If it is larger than the others (a head with its vocabulary is) it is
+// gathered in pieces between the others' gathers; in one piece it would come too late. If rows of
+// it are looked up too, so that its gradient is final with the first stage only, that is reduced in
+// pieces between the others' reduce-scatters; in one piece it would hold them up.
+//
+// A first stage that looks up rows gathers nothing: shards are whole rows,
 // so the ranks that store them send each rank those that it needs, and get its gradient of them to
 // add to their shards.
 //
@@ -137,9 +142,19 @@ class Engine {
     Event ready;
   };
 
+  // Of a parameter, the elements that one call gathers or reduces.
+  struct Portion {
+    int position = 0;                    // of the parameter in the unit
+    int64_t in_whole = 0, in_shard = 0;  // where they begin, in elements
+    std::vector<int64_t> counts;         // elements of each rank
+  };
+  // What one call gathers or reduces.
+  using Piece = std::vector<Portion>;
+
   struct UnitState {
     Unit unit;                                 // shards
     std::vector<std::vector<int64_t>> counts;  // per parameter, elements of each rank
+    std::vector<Piece> pieces;                 // of the unit
     int first_stage = -1;                      // the first that uses it
     bool stays = false;                        // keeps its gathered buffer through the step
     bool own_gradient = false;                 // does not share the gradient slots
@@ -148,6 +163,7 @@ class Engine {
     Slot* gathered = nullptr;                  // where compute finds it; null when resharded
     Slot* gradient = nullptr;
     bool has_gradient = false;  // the shards' gradients hold a part of this step's already
+    size_t pieces_reduced = 0;  // of this micro-batch's gradient
   };
 
   // What the rows of one lookup pass through in one direction.
@@ -181,6 +197,8 @@ class Engine {
          Allocator& allocator, Optimizer* optimizer);
   absl::Status Allocate();
   absl::Status AllocateLookup(LookupState& lookup);
+  // Cuts the unit into so many pieces, each with a part of every rank's rows.
+  void Cut(UnitState& state, int64_t pieces);
   absl::Status OpenChannels();
   Views ViewsOf(const UnitState& state, const Slot& slot) const;
   int64_t UnitBytes(const UnitState& state) const;
@@ -191,14 +209,21 @@ class Engine {
   // One pass over the stages: forward, and backward if `training`.
   void RunMicroBatch(const MicroBatch& micro_batch, bool training, bool first, bool last,
                      float gradient_scale, const std::function<void(UnitState&)>& reduced);
+  // Puts the unit's gathers behind those that are in order already, or, of several, the last one
+  // there and the others evenly between them.
+  void AddToGatherOrder(const UnitState& state);
   // Issues all-gathers in visiting order: those needed by now, and those for which there is room.
   void IssueGathers();
-  Gathered Gather(UnitState& state, Phase phase);
+  Gathered Gather(UnitState& state, size_t piece, Phase phase);
   // Makes compute wait for the unit, if it is gathered for this stage.
   void Unshard(UnitState& state, bool gathers_here);
   void Reshard(UnitState& state);
   void AcquireGradient(UnitState& state);
+  // The unit's gradient is whole: reduces it, or begins to, if the rest may wait.
   void ReduceScatter(UnitState& state);
+  // Reduces pieces until so many are done.
+  void ReducePieces(UnitState& state, size_t target);
+  void ReducePiece(UnitState& state, const Piece& piece);
   void MeasureGradient(UnitState& state);
 
   // The first stage, if it looks up rows. FetchRows sends for their values, LookupBackward sends
@@ -251,11 +276,19 @@ class Engine {
   double stop_wish_ = 0;   // host copy of this rank's
 
   // The order of a micro-batch's all-gathers, and how far it has come.
-  std::vector<int> gather_order_;   // units
+  struct GatherStep {
+    int unit = 0;
+    size_t piece = 0;
+  };
+  std::vector<GatherStep> gather_order_;
   size_t forward_gathers_ = 0;      // those at its beginning that forward is for
   std::vector<Gathered> gathered_;  // those issued
   size_t gathers_used_ = 0;
   size_t slots_held_ = 0;  // by gathers issued and not resharded yet
+  // The unit whose gradient is reduced piece by piece behind the stages that are left, if there is
+  // one, and the event from which a gradient to be reduced is whole.
+  UnitState* reducing_ = nullptr;
+  Event reducible_;
 
   std::unique_ptr<Communicator> parameter_channel_;
   std::unique_ptr<Communicator> gradient_channel_;

@@ -712,21 +712,51 @@ TEST(Engine, GathersAheadIntoFreeSlotsAndWhatStaysAsSoonAsItIsNext) {
                    "all_gather h.2", "backward h.2",                      //
                    "all_gather h.1", "backward h.1",                      //
                    "all_gather h.0", "backward h.0", "backward root"}));
-  // Two slots: while the first and the last stage compute, which use none, both are filled.
+  // Two slots: while the first and the last stage compute, which use none, both are filled. The
+  // root, larger than a block, comes in two pieces, the first between the blocks.
   EXPECT_EQ(OrderOfOneStep({.prefetch = 1}),
-            (Order{"all_to_all root", "all_to_all root",                //
-                   "all_gather h.0", "all_gather h.1", "forward root",  //
-                   "forward h.0",                                       //
-                   "all_gather h.2", "all_gather root", "forward h.1",  //
-                   "all_gather h.2", "forward h.2",                     //
-                   "all_gather h.1", "forward root", "backward root",   //
-                   "backward h.2",                                      //
-                   "all_gather h.0", "backward h.1", "backward h.0", "backward root"}));
+            (Order{"all_to_all root", "all_to_all root",                     //
+                   "all_gather h.0",  "all_gather h.1",  "all_gather root",  //
+                   "forward root",    "forward h.0",                         //
+                   "all_gather h.2",  "all_gather root", "forward h.1",      //
+                   "all_gather h.2",  "forward h.2",                         //
+                   "all_gather h.1",  "forward root",    "backward root",    //
+                   "backward h.2",                                           //
+                   "all_gather h.0",  "backward h.1",    "backward h.0",    "backward root"}));
   EXPECT_EQ(OrderOfOneStep({.reshard_after_forward = false}),
             (Order{"all_to_all root", "all_to_all root", "all_gather h.0", "all_gather h.1",
                    "all_gather h.2", "all_gather root", "forward root", "forward h.0",
                    "forward h.1", "forward h.2", "forward root", "backward root", "backward h.2",
                    "backward h.1", "backward h.0", "backward root"}));
+}
+
+TEST(Engine, AHeadLargerThanABlockIsReducedBetweenTheBlocksAndWhollyBeforeItsRowsAreAdded) {
+  auto groups = *CreateThreadRanks(1, {});
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  OpRecorder recorder;
+  device->SetRecorder(&recorder);
+  Allocator allocator(device.get());
+  ToyModel model(3, false);
+  Sgd sgd(*device, false);
+  const auto engine = *Engine::Create({}, model, *groups[0], *device, allocator, &sgd);
+  ASSERT_TRUE(engine->Start(1).ok());
+  const ToyBatch data = {{6, 0, 6}};
+  const Batch batch = data.batch();
+  ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
+  ASSERT_TRUE(engine->Synchronize().ok());
+  std::vector<std::string> calls;
+  for (const StreamRecord* stream : recorder.streams()) {
+    if (stream->stream() != "reduce_scatter") continue;
+    for (const RecordedOp& op : stream->ops()) {
+      if (op.call.purpose != Purpose::kGradient || op.call.calls == 0) continue;
+      EXPECT_EQ(op.phase, Phase::kBackward);
+      calls.push_back(absl::StrCat(op.call.operation, " ", *op.unit));
+    }
+  }
+  EXPECT_EQ(calls,
+            (std::vector<std::string>{"reduce_scatter root", "reduce_scatter h.2",
+                                      "reduce_scatter h.1", "reduce_scatter root",
+                                      "reduce_scatter h.0", "all_to_all root", "all_to_all root"}));
 }
 
 TEST(Engine, EvaluatesWithoutAnOptimizer) {
