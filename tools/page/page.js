@@ -514,9 +514,11 @@ function main() {
   const drawLoss = showLoss();
   showFlags();
   if (location.hash === '#picture') {
-    // For picture.sh: one step of every run, and how high the page is.
+    // For picture.sh: one step of every run, and how high the page is. The second step, if there is
+    // one: the first update of an optimizer may run behind it.
     document.documentElement.classList.add('picture');
-    view.set(0, Math.max(...runs.map((run) => run.ranks[0].steps[0].end)));
+    const steps = runs.map((run) => run.ranks[0].steps).map((all) => all[1] ?? all[0]);
+    view.set(Math.min(...steps.map((step) => step.begin)), Math.max(...steps.map((step) => step.end)));
   }
   let width = 0;
   new ResizeObserver(() => {
