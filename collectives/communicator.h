@@ -30,12 +30,12 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
 #include "collectives/link.h"
+#include "collectives/steady_clock.h"
 
 namespace dim0 {
 
@@ -168,7 +168,7 @@ class Communicator {
 
   // A backend whose ranks meet on the host calls this in every call as soon as all have entered it.
   void AllArrived() {
-    met_ = absl::Now();
+    met_ = SteadyNow();
     if (link_ != nullptr) transfer_ = link_->Start(sending_);
   }
 

@@ -31,6 +31,7 @@
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -713,7 +714,7 @@ TEST_P(CommunicatorTest, ARecordSaysWhatTheCallDidAndAddsUpTheCallsItWasGiven) {
     CallRecord record;
     CallInfo call = Call("h.1", Purpose::kGradient);
     call.record = &record;
-    const absl::Time before = absl::Now();
+    const absl::Time before = SteadyNow();
     const int64_t sent_before = group.ledger().bytes(Purpose::kGradient);
     ASSERT_EQ(comm.AllGather(call, DType::kFloat32, {&gather, 1}), absl::OkStatus());
     EXPECT_EQ(record.calls, 1);
@@ -726,7 +727,7 @@ TEST_P(CommunicatorTest, ARecordSaysWhatTheCallDidAndAddsUpTheCallsItWasGiven) {
     EXPECT_EQ(record.out_elements, 5);
     EXPECT_EQ(record.bytes_sent, group.ledger().bytes(Purpose::kGradient) - sent_before);
     EXPECT_LE(before, record.met);
-    EXPECT_LE(record.met, absl::Now());
+    EXPECT_LE(record.met, SteadyNow());
 
     const absl::Time met = record.met;
     ASSERT_EQ(comm.ReduceScatter(call, DType::kFloat32, {&reduce, 1}), absl::OkStatus());
@@ -881,13 +882,13 @@ TEST_P(CommunicatorTest, ARankThatDoesNotArriveIsNamedWithTheOperationAtTheDeadl
     if (comm.rank() == 1 || comm.rank() == 3) {  // alive and late
       while (failed < 2) absl::SleepFor(absl::Milliseconds(1));
     }
-    const absl::Time start = absl::Now();
+    const absl::Time start = SteadyNow();
     const absl::Status status = comm.Broadcast(Call("h.7"), DType::kFloat32, &x, 1, 0);
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
     EXPECT_THAT(std::string(status.message()),
                 AllOf(HasSubstr("broadcast(unit 'h.7'"), HasSubstr("as call 2 on channel 'test'"),
                       HasSubstr("ranks 1, 3 did not arrive"), HasSubstr("200ms")));
-    EXPECT_LT(absl::Now() - start, absl::Seconds(20));
+    EXPECT_LT(SteadyNow() - start, absl::Seconds(20));
     ++failed;
     EXPECT_EQ(comm.Barrier(Call("later")), status);
     while (failed < 4) absl::SleepFor(absl::Milliseconds(1));  // nobody is missing for leaving
@@ -904,7 +905,7 @@ TEST_P(CommunicatorTest, WithoutADeadlineALateRankIsWaitedFor) {
 TEST_P(CommunicatorTest, AbortWakesTheWaitersOfEveryChannelAndFailsLaterCalls) {
   const absl::Status reason = absl::DataLossError("loss is NaN at step 12, unit h.0");
   std::atomic<int> waiting{0}, done{0};
-  const absl::Time start = absl::Now();
+  const absl::Time start = SteadyNow();
   RunRanks(GetParam(), 3, kPatience, [&](std::unique_ptr<ProcessGroup> group) {
     std::unique_ptr<Communicator> a = OpenOrDie(*group, "a"), b = OpenOrDie(*group, "b");
     if (group->rank() == 2) {
@@ -927,13 +928,13 @@ TEST_P(CommunicatorTest, AbortWakesTheWaitersOfEveryChannelAndFailsLaterCalls) {
     ++done;
     while (done < 3) absl::SleepFor(absl::Milliseconds(1));  // leaving is another test's matter
   });
-  EXPECT_LT(absl::Now() - start, kPatience / 2) << "they waited for the deadline";
+  EXPECT_LT(SteadyNow() - start, kPatience / 2) << "they waited for the deadline";
 }
 
 TEST_P(CommunicatorTest, ARankWhoseGroupOrCommunicatorIsGoneFailsTheOthersAtOnceByName) {
   for (bool group_first : {false, true}) {
     SCOPED_TRACE(group_first);
-    const absl::Time start = absl::Now();
+    const absl::Time start = SteadyNow();
     std::atomic<int> failed{0};
     RunRanks(GetParam(), 3, kPatience, [&](std::unique_ptr<ProcessGroup> group) {
       std::unique_ptr<Communicator> comm = OpenOrDie(*group, "test");
@@ -957,7 +958,7 @@ TEST_P(CommunicatorTest, ARankWhoseGroupOrCommunicatorIsGoneFailsTheOthersAtOnce
                         HasSubstr("rank 1 has left")));
       ++failed;
     });
-    EXPECT_LT(absl::Now() - start, kPatience / 2) << "they waited for the deadline";
+    EXPECT_LT(SteadyNow() - start, kPatience / 2) << "they waited for the deadline";
   }
 }
 

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 
 namespace dim0 {
 namespace {
@@ -49,7 +50,7 @@ absl::StatusOr<LinkSpeed> ParseLink(absl::string_view text) {
 
 int64_t Link::Start(int64_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const absl::Time now = absl::Now();
+  const absl::Time now = SteadyNow();
   Advance(now);
   transfers_[++last_] = {static_cast<double>(bytes), now};
   return last_;
@@ -61,7 +62,7 @@ void Link::WaitFor(int64_t transfer, int hops) {
     absl::Time next;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      next = Advance(absl::Now());
+      next = Advance(SteadyNow());
       const auto it = transfers_.find(transfer);
       if (it->second.bytes_left <= 0) {
         done = it->second.done;
@@ -70,9 +71,9 @@ void Link::WaitFor(int64_t transfer, int hops) {
       }
     }
     // Nothing can make a transfer faster before the next one is done.
-    absl::SleepFor(next - absl::Now());
+    absl::SleepFor(next - SteadyNow());
   }
-  absl::SleepFor(done + hops * speed_.latency - absl::Now());
+  absl::SleepFor(done + hops * speed_.latency - SteadyNow());
 }
 
 absl::Time Link::Advance(absl::Time now) {

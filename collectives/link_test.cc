@@ -12,6 +12,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 
 namespace dim0 {
 namespace {
@@ -42,9 +43,9 @@ absl::Duration Time(int ranks, const LinkSpeed& link, Body body) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < ranks; ++rank) {
     threads.emplace_back([&, rank] {
-      const absl::Time start = absl::Now();
+      const absl::Time start = SteadyNow();
       body(*groups[rank]);
-      times[rank] = absl::Now() - start;
+      times[rank] = SteadyNow() - start;
     });
   }
   for (std::thread& thread : threads) thread.join();
@@ -100,15 +101,15 @@ TEST(Link, TransfersUnderWayTogetherHaveEqualParts) {
   // 10 ms alone and 40 ms alone, begun together: the short one is done at 20 ms, the long one at
   // 50.
   Link link({kMegabytePerSecond, absl::ZeroDuration()});
-  const absl::Time start = absl::Now();
+  const absl::Time start = SteadyNow();
   const int64_t brief = link.Start(10000), lengthy = link.Start(40000);
   absl::Time brief_done, lengthy_done;
   std::thread other([&] {
     link.WaitFor(lengthy, /*hops=*/0);
-    lengthy_done = absl::Now();
+    lengthy_done = SteadyNow();
   });
   link.WaitFor(brief, /*hops=*/0);
-  brief_done = absl::Now();
+  brief_done = SteadyNow();
   other.join();
   EXPECT_GE(brief_done - start, absl::Milliseconds(20));
   EXPECT_GE(lengthy_done - start, absl::Milliseconds(50));
@@ -120,11 +121,11 @@ TEST(Link, ATransferThatWasDoneLongAgoIsNotWaitedFor) {
   const int64_t early = link.Start(5000);
   absl::SleepFor(absl::Milliseconds(10));
   const int64_t late = link.Start(1000000);  // a second; it must not slow what is over
-  const absl::Time before = absl::Now();
+  const absl::Time before = SteadyNow();
   link.WaitFor(early, /*hops=*/0);
-  EXPECT_LT(absl::Now() - before, absl::Milliseconds(500));
+  EXPECT_LT(SteadyNow() - before, absl::Milliseconds(500));
   link.WaitFor(late, /*hops=*/0);
-  EXPECT_GE(absl::Now() - before, absl::Milliseconds(990));
+  EXPECT_GE(SteadyNow() - before, absl::Milliseconds(990));
 }
 
 TEST(Link, CountsFromWhenTheLastRankHasArrived) {
@@ -133,12 +134,12 @@ TEST(Link, CountsFromWhenTheLastRankHasArrived) {
   std::thread other([&] {
     const auto channel = *groups[1]->Open("a");
     absl::SleepFor(absl::Milliseconds(20));
-    late = absl::Now();
+    late = SteadyNow();
     AllGather(*groups[1], *channel);
   });
   const auto channel = *groups[0]->Open("a");
   AllGather(*groups[0], *channel);
-  const absl::Time end = absl::Now();
+  const absl::Time end = SteadyNow();
   other.join();
   EXPECT_GE(end - late, absl::Milliseconds(16));
 }

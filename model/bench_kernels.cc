@@ -14,8 +14,8 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "collectives/steady_clock.h"
 #include "model/kernels.h"
 #include "runtime/allocator.h"
 #include "runtime/check.h"
@@ -65,10 +65,10 @@ class Bench {
   // The median time of `op` in seconds, over rounds of at least 20 ms.
   double Measure(const std::function<void()>& op) {
     auto run = [&](int64_t count) {
-      const absl::Time start = absl::Now();
+      const absl::Time start = SteadyNow();
       for (int64_t i = 0; i < count; ++i) op();
       DIM0_CHECK(stream_.Synchronize().ok());
-      return absl::ToDoubleSeconds(absl::Now() - start) / count;
+      return absl::ToDoubleSeconds(SteadyNow() - start) / count;
     };
     const double first = run(1);
     const int64_t count = std::clamp<int64_t>(0.02 / first, 1, 1000);

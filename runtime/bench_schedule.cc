@@ -28,6 +28,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 #include "runtime/allocator.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
@@ -124,7 +125,7 @@ absl::Status RunRank(ProcessGroup& group, const std::vector<int64_t>& rows, int 
   const Batch batch = {.sequences = 1, .seq_len = 1};
   for (int step = 1; step <= repeats; ++step) {
     recorder.Clear();
-    const absl::Time step_begin = absl::Now();
+    const absl::Time step_begin = SteadyNow();
     DIM0_RETURN_IF_ERROR(
         engine->TrainStep({&batch, 1}, /*global_tokens=*/1, {.step = step}, nullptr).status());
     DIM0_RETURN_IF_ERROR(engine->Synchronize());
@@ -141,7 +142,7 @@ absl::Status RunRank(ProcessGroup& group, const std::vector<int64_t>& rows, int 
     }
     times.forward.push_back(absl::ToDoubleMilliseconds(turn - begin));
     times.backward.push_back(absl::ToDoubleMilliseconds(end - turn));
-    const TraceStep whole = {step, absl::ToUnixMicros(step_begin), absl::ToUnixMicros(absl::Now())};
+    const TraceStep whole = {step, absl::ToUnixMicros(step_begin), absl::ToUnixMicros(SteadyNow())};
     DIM0_ASSIGN_OR_RETURN(const TraceReport report,
                           AnalyzeTraces({MakeTrace(recorder, {}, {whole}, {})}));
     times.exposed.push_back(report.mean.all.communication - report.mean.all.hidden);

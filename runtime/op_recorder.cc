@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 
 namespace dim0 {
 
@@ -18,7 +18,7 @@ RecordedOp StreamRecord::Launch(OpInfo info) {
           .phase = recorder_.phase_,
           .id = ++recorder_.last_id_,
           .step = recorder_.step_,
-          .enqueued = absl::Now()};
+          .enqueued = SteadyNow()};
 }
 
 void StreamRecord::Add(RecordedWait wait) {

@@ -7,6 +7,7 @@
 #ifndef DIM0_RUNTIME_OP_RECORDER_H_
 #define DIM0_RUNTIME_OP_RECORDER_H_
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <deque>
@@ -114,6 +115,11 @@ class OpRecorder {
 
   // The first step of which something was not recorded; the largest number if nothing was lost.
   int64_t first_lost_step() const { return first_lost_step_.load(std::memory_order_relaxed); }
+
+  // Of the budget, what has been taken.
+  int64_t entries() const {
+    return budget_ - std::max<int64_t>(0, left_.load(std::memory_order_relaxed));
+  }
 
   // In the order in which the streams were added.
   std::vector<const StreamRecord*> streams() const;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 #include "runtime/device.h"
 
 namespace dim0 {
@@ -30,7 +30,7 @@ TEST(OpRecorder, HoldsEveryOpOfEveryStreamInOrderWithItsInfoAndTimes) {
   device->SetRecorder(&recorder);
   const auto first = device->NewStream("first");
   const auto second = device->NewStream("second");
-  const absl::Time before = absl::Now();
+  const absl::Time before = SteadyNow();
   for (int i = 0; i < 3; ++i) {
     first->Enqueue({.name = "op " + std::to_string(i),
                     .kind = OpKind::kCollective,
@@ -41,7 +41,7 @@ TEST(OpRecorder, HoldsEveryOpOfEveryStreamInOrderWithItsInfoAndTimes) {
   second->Wait(first->Record());
   second->Enqueue({.name = "after"}, [](const OpContext&) { return absl::OkStatus(); });
   ASSERT_TRUE(second->Synchronize().ok());
-  const absl::Time after = absl::Now();
+  const absl::Time after = SteadyNow();
 
   const std::vector<const StreamRecord*> streams = recorder.streams();
   ASSERT_EQ(streams.size(), 2);
@@ -71,9 +71,9 @@ TEST(OpRecorder, AnOpsTimesEncloseItsWork) {
   const auto stream = device->NewStream("stream");
   absl::Time begin, end;
   stream->Enqueue({.name = "sleep"}, [&](const OpContext&) {
-    begin = absl::Now();
+    begin = SteadyNow();
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    end = absl::Now();
+    end = SteadyNow();
     return absl::OkStatus();
   });
   ASSERT_TRUE(stream->Synchronize().ok());

@@ -3,16 +3,21 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
+#include <optional>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "runtime/check.h"
@@ -24,6 +29,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr absl::string_view kRunDirFlag = "--run_dir";
+
+constexpr const char* kRunFiles[] = {"metrics.jsonl", "summary.json", "model.safetensors",
+                                           "config.json"};
+constexpr char kTraceDir[] = "trace";
 
 absl::Status PathError(absl::string_view what, absl::string_view path, absl::string_view why,
                        absl::string_view flag = kRunDirFlag) {
@@ -39,14 +48,14 @@ absl::Status MakeDir(const std::string& dir, absl::string_view flag) {
 
 }  // namespace
 
-absl::StatusOr<RunDirLock> RunDirLock::Acquire(const std::string& run_dir) {
-  DIM0_RETURN_IF_ERROR(MakeDir(run_dir, kRunDirFlag));
+absl::StatusOr<RunDirLock> RunDirLock::Acquire(const std::string& dir, absl::string_view flag) {
+  DIM0_RETURN_IF_ERROR(MakeDir(dir, flag));
   RunDirLock lock;
-  lock.fd_ = open(run_dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  lock.fd_ = open(dir.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   // Folders that may not be read, and file systems without locks, go unlocked.
   if (lock.fd_ >= 0 && flock(lock.fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) {
     return absl::UnavailableError(
-        absl::StrCat("another run is writing to ", run_dir, "; choose another --run_dir"));
+        absl::StrCat("another run is writing to ", dir, "; choose another ", flag));
   }
   return lock;
 }
@@ -79,6 +88,7 @@ absl::StatusOr<std::string> MoveAside(const std::string& dir, absl::Span<const s
   const fs::path previous = fs::path(dir) / absl::StrCat("previous-", n);
   DIM0_RETURN_IF_ERROR(MakeDir(previous.string(), flag));
   for (const std::string& name : found) {
+    DIM0_RETURN_IF_ERROR(MakeDir((previous / name).parent_path().string(), flag));
     fs::rename(fs::path(dir) / name, previous / name, error);
     if (error) {
       return PathError("move an earlier run's", (fs::path(dir) / name).string(), error.message(),
@@ -88,10 +98,71 @@ absl::StatusOr<std::string> MoveAside(const std::string& dir, absl::Span<const s
   return previous.string();
 }
 
-absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir) {
-  return MoveAside(run_dir,
-                   {"metrics.jsonl", "summary.json", "model.safetensors", "config.json", "trace"},
-                   kRunDirFlag);
+std::string TraceFileName(int rank) { return absl::StrCat("rank", rank, ".json"); }
+
+std::optional<int> RankOfTraceFile(absl::string_view file_name) {
+  constexpr size_t kBefore = 4, kAfter = 5;  // "rank", ".json"
+  int rank;
+  if (file_name.size() <= kBefore + kAfter) return std::nullopt;
+  const absl::string_view digits = file_name.substr(kBefore, file_name.size() - kBefore - kAfter);
+  if (!absl::SimpleAtoi(digits, &rank) || rank < 0) return std::nullopt;
+  return TraceFileName(rank) == file_name ? std::optional<int>(rank) : std::nullopt;
+}
+
+absl::StatusOr<std::vector<int>> TracedRanksIn(const std::string& dir) {
+  std::vector<int> ranks;
+  std::error_code error;
+  fs::directory_iterator entry(dir, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    if (const auto rank = RankOfTraceFile(entry->path().filename().string()))
+      ranks.push_back(*rank);
+  }
+  if (error) {
+    return absl::UnavailableError(
+        absl::StrCat("cannot read the folder ", dir, ": ", error.message()));
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+std::string PlaceInRunDir(const std::string& run_dir, const std::string& trace_dir) {
+  std::error_code error;
+  // Without the slash at the end, which would be a component of its own.
+  const auto whole = [&](const std::string& dir) {
+    const fs::path path = fs::weakly_canonical(fs::absolute(dir, error), error).lexically_normal();
+    return path.has_filename() ? path : path.parent_path();
+  };
+  const fs::path place = whole(trace_dir).lexically_relative(whole(run_dir));
+  return error || place.empty() || *place.begin() == ".." ? "" : place.string();
+}
+
+absl::Status CheckTraceDir(const std::string& run_dir, const std::string& trace_dir) {
+  const fs::path place = PlaceInRunDir(run_dir, trace_dir);
+  for (const char* const name : kRunFiles) {
+    if (place.empty() || *place.begin() != name) continue;
+    return absl::InvalidArgumentError(absl::StrCat("the run's ", name, " is to stand where ",
+                                                   trace_dir, " would; choose another --trace"));
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir,
+                                          const std::string& trace_dir) {
+  std::vector<std::string> names(std::begin(kRunFiles), std::end(kRunFiles));
+  const auto add_traces = [&](const std::string& dir, const fs::path& place) {
+    const absl::StatusOr<std::vector<int>> ranks = TracedRanksIn(dir);
+    if (!ranks.ok() || access(dir.c_str(), W_OK | X_OK) != 0) return;
+    for (const int rank : *ranks) names.push_back((place / TraceFileName(rank)).string());
+  };
+  const fs::path place = trace_dir.empty() ? "" : PlaceInRunDir(run_dir, trace_dir);
+  add_traces(run_dir, "");
+  if (!place.empty() && *place.begin() == kTraceDir) {
+    add_traces((fs::path(run_dir) / kTraceDir).string(), kTraceDir);
+  } else {
+    names.emplace_back(kTraceDir);
+  }
+  if (!place.empty() && place != "." && place != kTraceDir) add_traces(trace_dir, place);
+  return MoveAside(run_dir, names, kRunDirFlag);
 }
 
 absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {
@@ -112,6 +183,23 @@ absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {
         limit.rlim_cur / 1048576.0, bytes / 1048576.0));
   }
   return absl::OkStatus();
+}
+
+absl::Status CheckFreeSpaceForTrace(const std::string& trace_dir, int64_t trace_bytes,
+                                    const std::string& run_dir, int64_t weight_bytes) {
+  struct stat trace, run;
+  struct statvfs disk;
+  // Where that cannot be told, writing will.
+  if (stat(trace_dir.c_str(), &trace) != 0 || stat(run_dir.c_str(), &run) != 0 ||
+      trace.st_dev != run.st_dev || statvfs(trace_dir.c_str(), &disk) != 0) {
+    return absl::OkStatus();
+  }
+  const double free = static_cast<double>(disk.f_bavail) * disk.f_frsize;
+  if (free >= static_cast<double>(weight_bytes) + trace_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "%s has %.1f MiB free, the weights will take %.1f MiB and the trace would take about %.1f "
+      "MiB; make room or choose another --trace",
+      trace_dir, free / 1048576.0, weight_bytes / 1048576.0, trace_bytes / 1048576.0));
 }
 
 absl::StatusOr<JsonLinesFile> JsonLinesFile::Create(const std::string& path) {

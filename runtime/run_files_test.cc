@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <utility>
 
 namespace dim0 {
 namespace {
@@ -53,6 +54,60 @@ TEST(PrepareRunDir, MovesATraceFolderTogetherWithItsRun) {
   EXPECT_FALSE(fs::exists(dir + "/trace"));
 }
 
+TEST(PrepareRunDir, MovesTheTracesInTheTraceFolderWhereverItIsInTheRunFolder) {
+  for (const std::string place : {"trace", "other", "deep/er", "trace/in"}) {
+    const std::string dir = Fresh("traced_elsewhere");
+    const std::string traces = dir + "/" + place;
+    fs::create_directories(traces);
+    std::ofstream(traces + "/rank0.json") << "zero";
+    std::ofstream(traces + "/rank11.json") << "eleven";
+    std::ofstream(traces + "/rank01.json") << "not a trace's name";
+    std::ofstream(dir + "/metrics.jsonl") << "run";
+    // However the folder is named.
+    fs::create_directory_symlink(traces, dir + ".link");
+    EXPECT_EQ(*PrepareRunDir(dir, dir + ".link/"), dir + "/previous-1") << place;
+    fs::remove(dir + ".link");
+    EXPECT_EQ(Contents(dir + "/previous-1/" + place + "/rank0.json"), "zero") << place;
+    EXPECT_EQ(Contents(dir + "/previous-1/" + place + "/rank11.json"), "eleven") << place;
+    EXPECT_EQ(Contents(dir + "/previous-1/metrics.jsonl"), "run") << place;
+    // The folder stays, as whoever holds its lock needs.
+    EXPECT_EQ(Contents(traces + "/rank01.json"), "not a trace's name") << place;
+    EXPECT_FALSE(fs::exists(traces + "/rank0.json")) << place;
+  }
+}
+
+TEST(PrepareRunDir, MovesTracesInTheRunFolderItself) {
+  for (const bool traced_again : {true, false}) {
+    const std::string dir = Fresh("traced_here");
+    fs::create_directories(dir);
+    std::ofstream(dir + "/rank0.json") << "zero";
+    std::ofstream(dir + "/metrics.jsonl") << "run";
+    EXPECT_EQ(*PrepareRunDir(dir, traced_again ? dir + "/." : ""), dir + "/previous-1");
+    EXPECT_EQ(Contents(dir + "/previous-1/rank0.json"), "zero");
+    EXPECT_EQ(Contents(dir + "/previous-1/metrics.jsonl"), "run");
+    EXPECT_FALSE(fs::exists(dir + "/rank0.json"));
+  }
+}
+
+TEST(PrepareRunDir, LeavesATraceFolderOutsideTheRunFolderAlone) {
+  const std::string dir = Fresh("run_of_two"), traces = Fresh("run_of_two.trace");
+  fs::create_directories(traces);
+  std::ofstream(traces + "/rank0.json") << "zero";
+  EXPECT_EQ(*PrepareRunDir(dir, traces), "");
+  EXPECT_EQ(Contents(traces + "/rank0.json"), "zero");
+}
+
+TEST(CheckTraceDir, RefusesAFolderThatStandsWhereAFileOfTheRunWill) {
+  EXPECT_TRUE(CheckTraceDir("runs/a", "runs/a").ok());
+  EXPECT_TRUE(CheckTraceDir("runs/a", "runs/a/trace").ok());
+  EXPECT_TRUE(CheckTraceDir("runs/a", "runs/metrics.jsonl").ok());
+  for (const std::string trace : {"runs/a/metrics.jsonl", "runs/b/../a//summary.json/x/"}) {
+    const absl::Status status = CheckTraceDir("runs/a", trace);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << trace;
+    EXPECT_NE(status.message().find(trace), absl::string_view::npos) << status;
+  }
+}
+
 TEST(PrepareRunDir, LeavesForeignFilesWhereTheyAre) {
   const std::string dir = Fresh("foreign");
   ASSERT_TRUE(PrepareRunDir(dir).ok());
@@ -89,6 +144,15 @@ TEST(RunDirLock, KeepsASecondRunOutUntilTheFirstEnds) {
   EXPECT_TRUE(RunDirLock::Acquire(dir).ok());
 }
 
+TEST(RunDirLock, NamesTheFlagThatGaveTheFolder) {
+  const std::string dir = Fresh("locked_trace");
+  const auto first = RunDirLock::Acquire(dir, "--trace");
+  const auto second = RunDirLock::Acquire(dir, "--trace");
+  ASSERT_FALSE(second.ok());
+  EXPECT_EQ(second.status().message(),
+            "another run is writing to " + dir + "; choose another --trace");
+}
+
 TEST(JsonLinesFile, EveryLineIsInTheFileAsSoonAsItIsAppended) {
   const std::string path = Fresh("lines.jsonl");
   JsonLinesFile file = *JsonLinesFile::Create(path);
@@ -105,6 +169,20 @@ TEST(CheckFreeSpace, RefusesMoreThanTheDiskHasFree) {
   EXPECT_TRUE(absl::IsResourceExhausted(status));
   EXPECT_NE(status.message().find(folder), absl::string_view::npos);
   EXPECT_FALSE(CheckFreeSpace("/nonexistent/folder", 1).ok());
+}
+
+TEST(CheckFreeSpaceForTrace, KeepsTheWeightsRoomOnTheirDisk) {
+  const std::string folder = ::testing::TempDir();
+  constexpr int64_t kFarTooMuch = int64_t{1} << 61;
+  EXPECT_TRUE(CheckFreeSpaceForTrace(folder, 1, folder, 1).ok());
+  for (const auto& [trace, weights] : {std::pair(kFarTooMuch, int64_t{1}), {1, kFarTooMuch}}) {
+    const absl::Status status = CheckFreeSpaceForTrace(folder, trace, folder, weights);
+    EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    EXPECT_NE(status.message().find(folder), absl::string_view::npos) << status;
+    EXPECT_NE(status.message().find("--trace"), absl::string_view::npos) << status;
+  }
+  // Another disk's room is not the weights'.
+  EXPECT_TRUE(CheckFreeSpaceForTrace("/proc", kFarTooMuch, folder, kFarTooMuch).ok());
 }
 
 TEST(JsonLinesFile, RefusesToOverwriteAndToWriteNowhere) {

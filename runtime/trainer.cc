@@ -17,10 +17,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 #include "nlohmann/json.hpp"
 #include "runtime/check.h"
 #include "runtime/diagnostics.h"
+#include "runtime/printable.h"
 #include "runtime/run_files.h"
 #include "runtime/safetensors.h"
 #include "runtime/trace/trace_file.h"
@@ -53,6 +54,11 @@ struct BytesSent {
 BytesSent Sent(const ByteLedger& ledger) {
   return {ledger.bytes(Purpose::kParameter), ledger.bytes(Purpose::kGradient),
           ledger.bytes(Purpose::kOptimizer)};
+}
+
+// Names and flags need not be UTF-8.
+std::string Text(const Json& json, int indent = -1) {
+  return json.dump(indent, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
 }
 
 // What is not a finite number becomes null.
@@ -88,17 +94,23 @@ class BatchBuffers {
   std::vector<Batch> batches_;
 };
 
+// What the ranks' traces share.
+struct TraceState {
+  std::atomic<bool> failed = false;  // the first rank to raise it says why
+  std::mutex room;                   // of the disk: held from finding that a trace fits to its end
+};
+
 // One rank's run. Rank 0 also writes the logs and the files.
 class RankRun {
  public:
-  // `trace_failed` is all ranks': the first to raise it says why.
+  // `trace_state` is all ranks'.
   RankRun(const TrainerOptions& options, const Workload& workload, const Dataset& dataset,
-          ProcessGroup& group, std::atomic<bool>& trace_failed)
+          ProcessGroup& group, TraceState& trace_state)
       : options_(options),
         workload_(workload),
         dataset_(dataset),
         group_(group),
-        trace_failed_(trace_failed),
+        trace_state_(trace_state),
         val_sequences_(std::min(dataset.val_sequences(), options.val_sequences)),
         train_batches_(options.grad_accum, options.batch, options.seq_len),
         val_batches_(ValidationRounds(), options.batch, options.seq_len) {
@@ -109,13 +121,12 @@ class RankRun {
   absl::StatusOr<TrainingSummary> Run() {
     DIM0_RETURN_IF_ERROR(SetUp());
     if (leads()) {
-      DIM0_RETURN_IF_ERROR(
-          CheckFreeSpace(options_.run_dir, engine_->table().elements() * sizeof(float)));
+      DIM0_RETURN_IF_ERROR(CheckFreeSpace(options_.run_dir, weight_bytes()));
       DIM0_ASSIGN_OR_RETURN(JsonLinesFile file,
                             JsonLinesFile::Create(options_.run_dir + "/metrics.jsonl"));
       metrics_.emplace(std::move(file));
     }
-    clock_ = absl::Now();
+    clock_ = SteadyNow();
     for (int64_t step = 1; step <= options_.steps && !stopped_; ++step) {
       DIM0_RETURN_IF_ERROR(Step(step));
       const bool due = options_.val_every > 0 && step % options_.val_every == 0;
@@ -124,12 +135,17 @@ class RankRun {
     return Finish();
   }
 
-  // After a run that failed, and has told the other ranks.
-  void SaveTraceOfFailure() {
+  // After the run, failed or not: with what all ranks wrote before, so that a disk that is full
+  // costs the trace and not the weights.
+  void SaveTrace() {
     if (!tracer_ || engine_ == nullptr) return;
+    // A failed run's streams may still be busy. Their errors are known.
     (void)engine_->Synchronize();
-    tracer_->CutShort();
-    SaveTrace();
+    // Without --trace_steps a run that is stopped has the trace that was asked for.
+    const bool enough = stopped_ && options_.trace.last_step > options_.steps;
+    const int64_t last = std::min(options_.trace.last_step, options_.steps);
+    if (tracer_->last_ended() < last && !enough) tracer_->CutShort();
+    WriteTrace();
   }
 
  private:
@@ -180,13 +196,31 @@ class RankRun {
     device_->SetRecorder(tracer_->recorder());
   }
 
-  void SaveTrace() {
-    const absl::Status status = tracer_->Write(engine_->LiveBetweenSteps());
-    if (status.ok() || trace_failed_.exchange(true)) return;
-    spdlog::warn("warning: rank {} has no trace: {}; training goes on without", group_.rank(),
-                 std::string(status.message()));
+  // While the weights have yet to be written.
+  void SaveTraceAheadOfWeights() {
+    std::lock_guard<std::mutex> lock(trace_state_.room);
+    const absl::Status room = CheckFreeSpaceForTrace(options_.trace.dir, tracer_->FileBytes(),
+                                                     options_.run_dir, weight_bytes());
+    if (room.ok()) {
+      WriteTrace();
+    } else {
+      tracer_->GiveUp();
+      WarnOfNoTrace(room);
+    }
   }
 
+  void WriteTrace() {
+    const absl::Status status = tracer_->Write(engine_->LiveBetweenSteps());
+    if (!status.ok()) WarnOfNoTrace(status);
+  }
+
+  void WarnOfNoTrace(const absl::Status& why) {
+    if (trace_state_.failed.exchange(true)) return;
+    spdlog::warn("warning: rank {} has no trace: {}; training goes on without", group_.rank(),
+                 Printable(why.message()));
+  }
+
+  int64_t weight_bytes() const { return engine_->table().elements() * sizeof(float); }
   int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
   double FlopsFraction(double seconds) const {
     return tokens_per_step() * model_->FlopsPerToken(options_.seq_len) / seconds / matmul_rate_;
@@ -195,7 +229,7 @@ class RankRun {
   absl::Status Step(int64_t step) {
     if (tracer_ && tracer_->first(step)) {
       DIM0_RETURN_IF_ERROR(engine_->Synchronize());
-      clock_ = absl::Now();
+      clock_ = SteadyNow();
     }
     int64_t index = (step - 1) * options_.sequences_per_step() + group_.rank() * options_.batch;
     for (int64_t micro = 0; micro < options_.grad_accum; ++micro) {
@@ -209,9 +243,9 @@ class RankRun {
     if (measured) {
       // The last step's update belongs to its step's time, the copy to none's.
       DIM0_RETURN_IF_ERROR(engine_->Synchronize());
-      const absl::Time start = absl::Now();
+      const absl::Time start = SteadyNow();
       DIM0_RETURN_IF_ERROR(diagnostics_->BeforeStep());
-      clock_ += absl::Now() - start;
+      clock_ += SteadyNow() - start;
     }
     const double factor = workload_.lr_factor(step);
     if (tracer_) tracer_->BeginStep(step);
@@ -235,16 +269,17 @@ class RankRun {
       DIM0_RETURN_IF_ERROR(engine_->Synchronize());
     }
 
-    const absl::Time now = absl::Now();
-    const double seconds = absl::ToDoubleSeconds(now - clock_);
-    if (tracer_) tracer_->EndStep(step, clock_, now);
-    clock_ = now;
+    const absl::Time now = SteadyNow();
+    const absl::Time begin = std::exchange(clock_, now);
+    const double seconds = absl::ToDoubleSeconds(now - begin);
     step_seconds_.push_back(seconds);
     forward_backward_seconds_.push_back(absl::ToDoubleSeconds(result->forward_backward));
+    // A step of the trace is one of the log too.
     if (leads()) DIM0_RETURN_IF_ERROR(Log(step, *result, seconds, factor));
-    if (last_traced) {
-      SaveTrace();
-      clock_ = absl::Now();
+    if (tracer_) tracer_->EndStep(step, begin, now, result->loss);
+    if (last_traced && step < options_.steps && !stopped_) {
+      SaveTraceAheadOfWeights();
+      clock_ = SteadyNow();
     }
     return measured ? Diagnose(step) : absl::OkStatus();
   }
@@ -255,7 +290,7 @@ class RankRun {
         static_cast<double>(clipped_since_diagnostics_) / steps_since_diagnostics_;
     steps_since_diagnostics_ = 0;
     clipped_since_diagnostics_ = 0;
-    clock_ = absl::Now();
+    clock_ = SteadyNow();
     if (!leads()) return absl::OkStatus();
     Json json = ToJson(report.all);
     json["clip_rate"] = clip_rate;
@@ -270,7 +305,7 @@ class RankRun {
     spdlog::info("step {:>{}}/{}  r_avg {:.3f}  r_min {:.3f}  r_max {:.3f}  clip rate {:.2f}", step,
                  absl::StrCat(options_.steps).size(), options_.steps, report.all.average,
                  report.all.smallest, report.all.largest, clip_rate);
-    return metrics_->Append(Json{{"step", step}, {"diagnostics", json}}.dump());
+    return metrics_->Append(Text(Json{{"step", step}, {"diagnostics", json}}));
   }
 
   absl::Status Log(int64_t step, const StepResult& result, double seconds, double lr_factor) {
@@ -335,16 +370,15 @@ class RankRun {
     const int32_t wish = options_.stop != nullptr && options_.stop->load();
     DIM0_ASSIGN_OR_RETURN(const std::vector<int32_t> wishes, ExchangeStruct(*engine_, wish));
     stopped_ = std::any_of(wishes.begin(), wishes.end(), [](int32_t w) { return w != 0; });
-    clock_ = absl::Now();
+    clock_ = SteadyNow();
     if (!leads()) return absl::OkStatus();
     spdlog::info("step {:>{}}/{}  validation loss {:.7f}", step,
                  absl::StrCat(options_.steps).size(), options_.steps, val_loss_);
-    return metrics_->Append(Json{{"step", step}, {"val_loss", val_loss_}}.dump());
+    return metrics_->Append(Text(Json{{"step", step}, {"val_loss", val_loss_}}));
   }
 
   absl::StatusOr<TrainingSummary> Finish() {
     DIM0_RETURN_IF_ERROR(engine_->Synchronize());
-    if (tracer_) SaveTrace();
     struct Figures {
       MemoryUse peak;
       BytesSent sent;
@@ -432,7 +466,7 @@ class RankRun {
                                {"imbalance_measured", summary.newton_schulz_imbalance_measured},
                                {"flops_fraction", summary.newton_schulz_flops_fraction}};
     }
-    return WriteFileAtomically(options_.run_dir + "/summary.json", json.dump(2) + "\n");
+    return WriteFileAtomically(options_.run_dir + "/summary.json", Text(json, /*indent=*/2) + "\n");
   }
 
   // Parameter by parameter through rank 0, so that no rank holds the whole model.
@@ -490,7 +524,7 @@ class RankRun {
   const Workload& workload_;
   const Dataset& dataset_;
   ProcessGroup& group_;
-  std::atomic<bool>& trace_failed_;
+  TraceState& trace_state_;
   const int64_t val_sequences_;  // all ranks together
   BatchBuffers train_batches_;
   BatchBuffers val_batches_;
@@ -517,6 +551,24 @@ class RankRun {
   std::vector<double> step_seconds_;
   std::vector<double> forward_backward_seconds_;
 };
+
+// Keeps other runs out of the trace folder too, which it makes if need be.
+absl::Status ClaimTraceDir(const std::string& run_dir, const std::string& trace_dir,
+                           std::optional<RunDirLock>* lock) {
+  DIM0_RETURN_IF_ERROR(CheckTraceDir(run_dir, trace_dir));
+  if (PlaceInRunDir(run_dir, trace_dir) == ".") return absl::OkStatus();
+  DIM0_ASSIGN_OR_RETURN(RunDirLock acquired, RunDirLock::Acquire(trace_dir, "--trace"));
+  lock->emplace(std::move(acquired));
+  return absl::OkStatus();
+}
+
+// Calls `work` for each rank on a thread of its own, and waits for all.
+template <typename Work>
+void ForEachRank(int ranks, const Work& work) {
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(work, rank);
+  for (std::thread& thread : threads) thread.join();
+}
 
 // What the traces of all ranks say, for the terminal.
 absl::StatusOr<std::string> ReportOfTraces(const std::string& dir) {
@@ -575,14 +627,22 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
                                       const Dataset& dataset) {
   TrainerOptions options = given;
   DIM0_ASSIGN_OR_RETURN(const RunDirLock lock, RunDirLock::Acquire(options.run_dir));
-  DIM0_ASSIGN_OR_RETURN(const std::string previous, PrepareRunDir(options.run_dir));
-  if (!previous.empty()) spdlog::info("an earlier run's files were moved to {}", previous);
+  std::optional<RunDirLock> trace_lock;
+  const auto check_trace = [&](const absl::Status& status) {
+    if (status.ok()) return;
+    spdlog::warn("warning: no trace: {}; training goes on without", Printable(status.message()));
+    options.trace.dir.clear();
+    trace_lock.reset();
+  };
   if (!options.trace.dir.empty()) {
-    if (const absl::Status ready = PrepareTraceDir(options.trace.dir); !ready.ok()) {
-      spdlog::warn("warning: no trace: {}; training goes on without", std::string(ready.message()));
-      options.trace.dir.clear();
-    }
+    check_trace(ClaimTraceDir(options.run_dir, options.trace.dir, &trace_lock));
   }
+  DIM0_ASSIGN_OR_RETURN(const std::string previous,
+                        PrepareRunDir(options.run_dir, options.trace.dir));
+  if (!previous.empty()) {
+    spdlog::info("an earlier run's files were moved to {}", Printable(previous));
+  }
+  if (!options.trace.dir.empty()) check_trace(PrepareTraceDir(options.trace.dir));
   DIM0_ASSIGN_OR_RETURN(const auto groups,
                         CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout,
                                                           .link = options.link}));
@@ -590,33 +650,32 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it
   TrainingSummary summary;
-  std::atomic<bool> trace_failed = false;
-  std::vector<std::thread> threads;
-  for (const std::unique_ptr<ProcessGroup>& group : groups) {
-    threads.emplace_back([&, group = group.get()] {
-      RankRun run(options, workload, dataset, *group, trace_failed);
-      absl::StatusOr<TrainingSummary> result = run.Run();
-      {
-        std::lock_guard<std::mutex> lock(mutex);
-        if (!result.ok()) {
-          if (first_error.ok()) first_error = result.status();
-          group->Abort(result.status());
-        } else if (group->rank() == 0) {
-          summary = *result;
-        }
-      }
-      if (!result.ok()) run.SaveTraceOfFailure();
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  TraceState trace_state;
+  std::vector<std::unique_ptr<RankRun>> runs(groups.size());
+  ForEachRank(options.ranks, [&](int rank) {
+    ProcessGroup& group = *groups[rank];
+    runs[rank] = std::make_unique<RankRun>(options, workload, dataset, group, trace_state);
+    absl::StatusOr<TrainingSummary> result = runs[rank]->Run();
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!result.ok()) {
+      if (first_error.ok()) first_error = result.status();
+      group.Abort(result.status());
+    } else if (rank == 0) {
+      summary = *std::move(result);
+    }
+  });
+  ForEachRank(options.ranks, [&](int rank) {
+    runs[rank]->SaveTrace();
+    runs[rank].reset();
+  });
   if (!first_error.ok()) return first_error;
-  if (!options.trace.dir.empty() && !trace_failed) {
+  if (!options.trace.dir.empty() && !trace_state.failed) {
     absl::StatusOr<std::string> report = ReportOfTraces(options.trace.dir);
     if (report.ok()) {
       summary.trace_report = *std::move(report);
     } else {
       spdlog::warn("warning: nothing to report of the trace: {}",
-                   std::string(report.status().message()));
+                   Printable(report.status().message()));
     }
   }
   return summary;

@@ -6,9 +6,10 @@
 // RUN_DIR/summary.json        the run's figures, written when it ends
 // RUN_DIR/model.safetensors   the final weights, written when it ends
 // An earlier run's files in the same folder are moved to RUN_DIR/previous-N, never overwritten.
-// TRACE_DIR/rankR.json        each rank's trace, if asked for, written after the last traced step
-// or
-//                             the step that failed. A trace that cannot be written costs a warning.
+// TRACE_DIR/rankR.json        each rank's trace, if asked for: written when the run has ended or
+//                             failed, after all other files, or after the last traced step if more
+//                             steps follow and the disk has room for the weights as well. A trace
+//                             that cannot be written costs a warning.
 #ifndef DIM0_RUNTIME_TRAINER_H_
 #define DIM0_RUNTIME_TRAINER_H_
 

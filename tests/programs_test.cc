@@ -468,6 +468,12 @@ TEST_F(ProgramsTest, ASecondRunKeepsTheFirstOnesFiles) {
   EXPECT_EQ(ReadSummary("run").at("steps"), 2);
 }
 
+TEST_F(ProgramsTest, AFlagThatIsNotUtf8StandsInTheSummaryAsFarAsItCan) {
+  TrainToTheEnd({absl::StrCat("--run_dir=", Path("r\xffun"))});
+  EXPECT_EQ(ReadSummary("r\xffun").at("flags").at("run_dir"), Path("r\uFFFDun"));
+  EXPECT_THAT(ReadMetrics("r\xffun").steps, SizeIs(3));
+}
+
 TEST_F(ProgramsTest, ASignalEndsTheRunAfterTheStepInProgress) {
   for (const int signal : {SIGINT, SIGTERM}) {
     RunningProgram train("tools/train", TrainArguments({"--ranks=2", "--steps=1000000"}),

@@ -780,6 +780,48 @@ TEST_F(TracePageInBrowser, ATraceOfOneRankWithoutCollectivesOrMemoryIsShown) {
   ExpectQuietConsole();
 }
 
+TEST_F(TracePageInBrowser, StepsOfNoLengthAreShown) {
+  std::vector<TracedRun> runs = TwoRuns();
+  for (TracedRun& run : runs) {
+    for (RankTrace& trace : run.ranks) {
+      for (TraceStep& step : trace.steps) step.end = step.begin = kStart;
+      for (TraceStream& stream : trace.streams) stream.ops.clear(), stream.waits.clear();
+    }
+    for (RankReport& report : run.report.ranks) report.step = 0, report.split = {};
+    run.report.mean = run.report.ranks[0];
+  }
+  Open(runs);
+  EXPECT_EQ(Number("document.querySelectorAll('#timeline canvas').length"), 2);
+  EXPECT_THAT(Text("#split-bars"), HasSubstr("0 ms"));
+  Script(
+      "for (const id of ['zoom-in', 'zoom-out', 'pan-left', 'reset'])"
+      " document.getElementById(id).click()");
+  browser_->Settle();
+  ExpectQuietConsole();
+}
+
+TEST_F(TracePageInBrowser, LossesOfAnySizeAreShown) {
+  constexpr double kMost = std::numeric_limits<double>::max();
+  const std::vector<std::pair<int64_t, double>> curves[] = {{{1, 0}},
+                                                            {{1, 1e17}, {2, 1e17}},
+                                                            {{1, -1e300}, {2, 1e299}},
+                                                            {{1, kMost}, {2, -kMost}, {3, 1}},
+                                                            {{1, 5e-324}, {2, 1e-320}},
+                                                            {{int64_t{1} << 53, 1}},
+                                                            {{0, 1}, {int64_t{1} << 53, 2}}};
+  for (const auto& losses : curves) {
+    SCOPED_TRACE(absl::StrCat(losses[0].first, " ", losses[0].second));
+    TracedRun run = MakeRun("run", false);
+    run.losses = losses;
+    run.validation_losses.clear();
+    Open({run});
+    const double lines = Number("document.querySelectorAll('#loss-chart .gridline').length");
+    EXPECT_GE(lines, 1);
+    EXPECT_LE(lines, 12);
+    ExpectQuietConsole();
+  }
+}
+
 // A rank of one stream with so many ops a step, each followed by a pause of its length.
 RankTrace ManyOps(int rank, int world_size, int64_t steps, int64_t ops_per_step) {
   RankTrace trace;

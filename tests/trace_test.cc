@@ -17,6 +17,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -231,6 +232,17 @@ TEST_F(TraceTest, HoldsTheAskedStepsWholeAndNothingElse) {
   }
 }
 
+TEST_F(TraceTest, StepsCarryTheLossesOfTheLog) {
+  const std::vector<RankTrace> traces = TrainAndRead({"--optimizer=rmnp", "--trace_steps=2:3"});
+  const std::vector<Json> logged = Steps();
+  for (const RankTrace& trace : traces) {
+    ASSERT_THAT(trace.steps, SizeIs(2));
+    for (const TraceStep& step : trace.steps) {
+      EXPECT_EQ(step.loss, logged[step.step - 1].at("loss").get<double>());
+    }
+  }
+}
+
 TEST_F(TraceTest, LiveMemoryReturnsToWhatItWasAndStaysWithinWhatIsAllocated) {
   for (const RankTrace& trace : TrainAndRead({"--optimizer=rmnp", "--grad_accum=2"})) {
     ASSERT_GT(trace.memory.size(), 2);
@@ -309,6 +321,44 @@ TEST_F(TraceTest, ADiskThatIsFullWhenTheTraceIsWrittenCostsOneWarningAndNoStep) 
   }
 }
 
+TEST_F(TraceTest, OnADiskWithoutRoomForBothTheWeightsAreWritten) {
+  // Mounting a disk of its own takes rights that not every test has.
+  const std::string disk = Path("disk");
+  const auto run_on = [&](const char* size, const std::string& command) {
+    return Run("/usr/bin/env",
+               {"unshare", "--mount", "--map-root-user", "sh", "-c",
+                absl::StrCat("mount -t tmpfs -o size=", size, " none ", disk, " && ", command)});
+  };
+  fs::create_directory(disk);
+  if (run_on("1m", "true").exit_status != 0) {
+    GTEST_SKIP() << "needs the right to mount a tmpfs in a namespace of its own";
+  }
+  // The weights take 1.2 MB, the traces of 30 steps of two ranks more than 3 MB.
+  const Arguments sizes = {"--width=64", "--vocab=2048", "--optimizer=muon",
+                           absl::StrCat("--run_dir=", disk, "/run"),
+                           absl::StrCat("--trace=", disk, "/trace")};
+  for (const char* steps : {"--steps=30", "--steps=31"}) {
+    Arguments arguments = sizes;
+    arguments.insert(arguments.end(), {steps, "--trace_steps=1:30"});
+    const Outcome outcome =
+        run_on("2m", absl::StrCat("tools/train ", absl::StrJoin(TrainArguments(arguments), " "),
+                                  "; status=$?; cd ", disk, "; find . -type f; exit $status"));
+    EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+    EXPECT_EQ(outcome.err, "");
+    for (const char* file : {"./run/model.safetensors", "./run/summary.json"}) {
+      EXPECT_THAT(outcome.out, HasSubstr(file)) << steps;
+    }
+    EXPECT_THAT(outcome.out, ContainsRegex("warning: rank [01] has no trace: .*; training goes"));
+    EXPECT_THAT(outcome.out, Not(ContainsRegex("has no trace(.|\n)*has no trace")));
+    EXPECT_THAT(outcome.out, Not(HasSubstr(".tmp.")));
+    // One that is to be written while the weights are not yet is not even begun.
+    if (absl::string_view(steps) == "--steps=31") {
+      EXPECT_THAT(outcome.out, HasSubstr("the weights will take 1."));
+      EXPECT_THAT(outcome.out, Not(HasSubstr("./trace/")));
+    }
+  }
+}
+
 TEST_F(TraceTest, ARunThatFailsLeavesTheTraceOfItsStepsAndOfTheOneThatFailed) {
   const Outcome outcome = Train({"--lr=1e30", "--clip=0", "--steps=9"});
   EXPECT_EQ(outcome.exit_status, 1);
@@ -334,6 +384,69 @@ TEST_F(TraceTest, ASignalEndsTheRunWithATraceOfItsSteps) {
   ASSERT_THAT(traces, SizeIs(2));
   EXPECT_FALSE(traces[0].steps.empty());
   EXPECT_EQ(traces[0].steps.size(), Steps().size());
+  // All of it is there: no steps were asked for by number.
+  for (const RankTrace& trace : traces) EXPECT_FALSE(trace.cut_short);
+}
+
+TEST_F(TraceTest, ASignalBeforeTheLastAskedStepCutsTheTraceShort) {
+  RunningProgram train("tools/train",
+                       TrainArguments({"--steps=1000000", "--trace_steps=1:1000000"}), streams());
+  while (Slurp(Path("run/metrics.jsonl")).empty() && !train.HasEnded()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  train.Send(SIGTERM);
+  EXPECT_EQ(train.Wait().exit_status, 130);
+  const std::vector<RankTrace> traces = Traces();
+  ASSERT_THAT(traces, SizeIs(2));
+  for (const RankTrace& trace : traces) {
+    EXPECT_FALSE(trace.steps.empty());
+    EXPECT_TRUE(trace.cut_short);
+  }
+}
+
+TEST_F(TraceTest, AFolderThatAnotherRunTracesIntoCostsOneWarningAndNoStep) {
+  fs::create_directories(Path("first"));
+  RunningProgram first("tools/train",
+                       TrainArguments({"--steps=1000000", "--trace_steps=1:2",
+                                       absl::StrCat("--run_dir=", Path("other"))}),
+                       Path("first"));
+  while (!fs::exists(Path("trace/rank0.json")) || !fs::exists(Path("trace/rank1.json"))) {
+    ASSERT_FALSE(first.HasEnded()) << first.Wait().err;
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  const std::string trace = Slurp(Path("trace/rank0.json"));
+  const Outcome outcome = Run("tools/train", TrainArguments({}));
+  EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  EXPECT_THAT(Steps(), SizeIs(4));
+  EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat("warning: no trace: another run is writing to ",
+                                                  Path("trace"), "; choose another --trace")));
+  EXPECT_THAT(outcome.out, Not(ContainsRegex("warning:(.|\n)*warning:")));
+  first.Send(SIGINT);
+  EXPECT_EQ(first.Wait().exit_status, 130);
+  EXPECT_EQ(Slurp(Path("trace/rank0.json")), trace);
+  EXPECT_FALSE(fs::exists(Path("trace/previous-1")));
+}
+
+TEST_F(TraceTest, NamesOfFoldersDoNotControlTheTerminalAndTheAdviceCanBePasted) {
+  const std::string folder = Path("tr'ace \x1b[31m\u202e");
+  const Outcome outcome = TrainToTheEnd({absl::StrCat("--trace=", folder)});
+  EXPECT_THAT(outcome.out, Not(HasSubstr("\x1b")));
+  EXPECT_THAT(outcome.out, Not(HasSubstr("\u202e")));
+  const std::string before = "trace_report --html=FILE ";
+  const size_t begin = outcome.out.find(before) + before.size();
+  ASSERT_LT(begin, outcome.out.size());
+  const std::string word = outcome.out.substr(begin, outcome.out.find(")\n", begin) - begin);
+  if (fs::exists("/bin/bash")) {
+    EXPECT_EQ(Run("/bin/bash", {"-c", absl::StrCat("printf %s ", word)}).out, folder);
+  }
+  EXPECT_THAT(word, HasSubstr("/tr\\'ace \\033[31m\\342\\200\\256'"));
+}
+
+TEST_F(TraceTest, AFolderWhereAFileOfTheRunBelongsCostsOneWarningAndNoStep) {
+  const Outcome outcome = TrainToTheEnd({absl::StrCat("--trace=", Path("run/summary.json"))});
+  EXPECT_THAT(Steps(), SizeIs(4));
+  EXPECT_THAT(outcome.out, ContainsRegex("warning: no trace: .*summary[.]json"));
+  EXPECT_TRUE(Json::accept(Slurp(Path("run/summary.json"))));
 }
 
 TEST_F(TraceTest, ASecondTraceKeepsTheFirst) {
@@ -349,6 +462,20 @@ TEST_F(TraceTest, ASecondTraceKeepsTheFirst) {
   const std::string inner = Slurp(Path("run/trace/rank1.json"));
   EXPECT_EQ(Run("tools/train", TrainArguments({inside})).exit_status, 0);
   EXPECT_EQ(Slurp(Path("run/previous-1/trace/rank1.json")), inner);
+}
+
+TEST_F(TraceTest, ATraceStaysWithTheLossesOfItsRunWhereverInTheRunsFolderItIs) {
+  for (const char* place : {"run", "run/of/one"}) {
+    const std::string trace = absl::StrCat("--trace=", Path(place));
+    TrainToTheEnd({trace});
+    EXPECT_EQ(Run("tools/train", TrainArguments({trace, "--seed=1"})).exit_status, 0);
+    const std::string old = absl::StrCat("run/previous-1", absl::string_view(place).substr(3));
+    for (const std::string& dir : {std::string(place), old}) {
+      const Outcome outcome = Run("tools/trace_report", {"--html=" + Path("page.html"), Path(dir)});
+      EXPECT_EQ(outcome.exit_status, 0) << dir;
+      EXPECT_EQ(outcome.err, "") << dir;
+    }
+  }
 }
 
 TEST_F(TraceTest, RefusesStepsThatAreNoRange) {

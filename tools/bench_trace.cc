@@ -12,8 +12,8 @@
 #include "absl/flags/flag.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "absl/time/clock.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 #include "model/gpt2.h"
 #include "optim/factory.h"
 #include "runtime/allocator.h"
@@ -70,13 +70,13 @@ absl::Status RunRank(ProcessGroup& group, const Gpt2Config& config, int64_t batc
     recorder.Clear();
     recorder.SetRecording(recorded);
     recorder.SetStep(++step);
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = SteadyNow();
     DIM0_RETURN_IF_ERROR(engine
                              ->TrainStep({&batch, 1}, batch_size * seq_len * group.world_size(),
                                          {.step = step}, nullptr)
                              .status());
     DIM0_RETURN_IF_ERROR(engine->Synchronize());
-    return absl::ToDoubleMilliseconds(absl::Now() - begin);
+    return absl::ToDoubleMilliseconds(SteadyNow() - begin);
   };
   DIM0_RETURN_IF_ERROR(run(true).status());  // warms up
   for (int pair = 0; pair < pairs; ++pair) {
@@ -104,13 +104,13 @@ absl::StatusOr<double> EmptyOp(bool recorded) {
   recorder.SetRecording(recorded);
   device->SetRecorder(&recorder);
   const std::unique_ptr<Stream> stream = device->NewStream("stream");
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = SteadyNow();
   for (int i = 0; i < kOps; ++i) {
     stream->Enqueue({.name = "a name of usual length"},
                     [](const OpContext&) { return absl::OkStatus(); });
   }
   DIM0_RETURN_IF_ERROR(stream->Synchronize());
-  return absl::ToDoubleMicroseconds(absl::Now() - begin) / kOps;
+  return absl::ToDoubleMicroseconds(SteadyNow() - begin) / kOps;
 }
 
 double Median(std::vector<double> values) {

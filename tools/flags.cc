@@ -14,6 +14,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/strip.h"
 #include "runtime/check.h"
+#include "runtime/printable.h"
 #include "tools/process.h"
 
 namespace dim0 {
@@ -159,7 +160,7 @@ std::optional<int> HandleCommandLine(int argc, const char* const* argv, absl::st
 
 void PrintError(absl::string_view program, absl::string_view message) {
   const std::string line =
-      absl::StrCat(program, ": ", absl::StrReplaceAll(message, {{"\n", " "}}), "\n");
+      absl::StrCat(program, ": ", Printable(absl::StrReplaceAll(message, {{"\n", " "}})), "\n");
   std::fputs(line.c_str(), stderr);
 }
 

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/check.h"
 #include "runtime/file.h"
+#include "runtime/printable.h"
 #include "runtime/random.h"
 #include "runtime/token_file.h"
 #include "tools/flags.h"
@@ -73,7 +74,7 @@ absl::Status MakeMarkov() {
   const std::string path = absl::StrCat(folder, "/markov.bin");
   DIM0_RETURN_IF_ERROR(WriteTokenFile(path, TokenType::kUint16, tokens));
   std::printf("%s: %zu tokens, vocabulary %d; no model can do better than %.4f nat a token\n",
-              path.c_str(), tokens.size(), static_cast<int>(vocab), language.entropy);
+              Printable(path).c_str(), tokens.size(), static_cast<int>(vocab), language.entropy);
   return absl::OkStatus();
 }
 

@@ -12,9 +12,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 #include "optim/factory.h"
 #include "optim/newton_schulz.h"
 #include "optim/rmnp_layouts.h"
@@ -359,10 +359,10 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
       const ByteLedger& ledger = groups[i][rank]->ledger();
       const int64_t sent_before = ledger.bytes(Purpose::kOptimizer);
       DIM0_RETURN_IF_ERROR(meeting->Barrier(call));
-      sample.begin = absl::Now();
+      sample.begin = SteadyNow();
       DIM0_RETURN_IF_ERROR(
           steppers[i]->Step({.step = step, .gradient_scale = gradient_scale.f32()}));
-      sample.end = absl::Now();
+      sample.end = SteadyNow();
       sample.sent = ledger.bytes(Purpose::kOptimizer) - sent_before;
       if (!options.ledger_only) {
         const TraceStep whole = {step, absl::ToUnixMicros(sample.begin),
@@ -476,11 +476,11 @@ class NewtonSchulzRun {
   absl::StatusOr<double> Seconds(OptimizerKernels& kernels, Stream& stream) const {
     const int64_t elements = shape_.rows * shape_.cols;
     float* data = buffer_.f32();
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = SteadyNow();
     newton_schulz_.Enqueue(kernels, stream, F32(data, shape_.rows, shape_.cols),
                            F32(data + elements, shape_.rows, shape_.cols), data + 2 * elements);
     DIM0_RETURN_IF_ERROR(stream.Synchronize());
-    return absl::ToDoubleSeconds(absl::Now() - begin);
+    return absl::ToDoubleSeconds(SteadyNow() - begin);
   }
 
  private:

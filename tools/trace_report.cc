@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/check.h"
 #include "runtime/file.h"
+#include "runtime/printable.h"
 #include "runtime/trace/trace_file.h"
 #include "tools/flags.h"
 #include "tools/page/trace_page.h"
@@ -45,7 +46,7 @@ void AddLosses(const std::string& dir, TracedRun* run) {
   const std::string& metrics = run->ranks[0].metrics;
   if (metrics.empty()) return;
   const std::string path = (std::filesystem::path(TraceDirOf(dir)) / metrics).string();
-  absl::StatusOr<LossCurve> curve = ReadLossCurve(path);
+  absl::StatusOr<LossCurve> curve = ReadLossCurve(path, run->ranks[0].steps);
   if (!curve.ok()) {
     PrintError("trace_report", absl::StrCat("warning: no loss curve for ", run->label, ": ",
                                             curve.status().message()));
@@ -73,6 +74,17 @@ absl::Status CheckSameModel(const std::vector<std::string>& dirs,
   return absl::OkStatus();
 }
 
+// Whatever else a user has there by that name must not be lost to a slip of the keyboard.
+absl::Status CheckOverwrites(const std::string& html) {
+  const absl::StatusOr<MappedFile> file = MappedFile::Open(html);
+  if (file.ok() && !IsTracePage(file->contents())) {
+    return absl::AlreadyExistsError(absl::StrCat(
+        "--html: ", html, " is there already and is no page of trace_report; choose another name"));
+  }
+  // What cannot be read may be anything. Other troubles are those of writing.
+  return absl::IsPermissionDenied(file.status()) ? file.status() : absl::OkStatus();
+}
+
 int Fail(const absl::Status& status, int exit_status) {
   PrintError("trace_report", status.message());
   return exit_status;
@@ -93,6 +105,12 @@ int Main(int argc, char** argv) {
                     "no folder given; name one that train --trace=DIR wrote: trace_report DIR..."),
                 kExitUsage);
   }
+  const std::string html = absl::GetFlag(FLAGS_html);
+  if (!html.empty()) {
+    if (const absl::Status status = CheckOverwrites(html); !status.ok()) {
+      return Fail(status, kExitFailure);
+    }
+  }
   const std::vector<std::string> labels = RunLabels(dirs);
   std::vector<TracedRun> runs;
   for (size_t i = 0; i < dirs.size(); ++i) {
@@ -104,15 +122,16 @@ int Main(int argc, char** argv) {
     return Fail(status, kExitUsage);
   }
 
-  const std::string html = absl::GetFlag(FLAGS_html);
   if (!html.empty()) {
     for (size_t i = 0; i < runs.size(); ++i) AddLosses(dirs[i], &runs[i]);
     const absl::Status status = WriteFileAtomically(html, TracePage(runs));
     if (!status.ok()) return Fail(status, kExitFailure);
-    std::printf("wrote %s; open it in a browser\n", html.c_str());
+    std::printf("wrote %s; open it in a browser\n", Printable(html).c_str());
   } else {
     for (size_t i = 0; i < runs.size(); ++i) {
-      if (runs.size() > 1) std::printf("%s== %s ==\n", i > 0 ? "\n" : "", runs[i].label.c_str());
+      if (runs.size() > 1) {
+        std::printf("%s== %s ==\n", i > 0 ? "\n" : "", Printable(runs[i].label).c_str());
+      }
       std::fputs(FormatReport(runs[i].report).c_str(), stdout);
     }
   }

@@ -1,4 +1,5 @@
 // Runs the program as users do: what it prints, writes and returns.
+#include <algorithm>
 #include <filesystem>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@ namespace dim0 {
 namespace {
 
 using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -36,7 +38,7 @@ class TraceReportTest : public ProgramTest {
       trace.model = model;
       trace.parameters = 10;
       trace.metrics = "../metrics.jsonl";
-      trace.steps = {{.step = 3, .begin = kStart, .end = kStart + 20'000}};
+      trace.steps = {{.step = 3, .begin = kStart, .end = kStart + 20'000, .loss = 5.4375}};
       TraceOp gather = {.name = "all_gather wte", .kind = OpKind::kCollective, .id = 1, .step = 3};
       gather.enqueued = gather.begin = kStart;
       gather.end = kStart + 5000;
@@ -86,8 +88,8 @@ TEST_F(TraceReportTest, PrintsSeveralRunsUnderTheirLabels) {
 
 TEST_F(TraceReportTest, WritesAPageWithTheRunsAndTheirLosses) {
   const std::string a = MakeRun("adamw"), b = MakeRun("muon");
-  Write("adamw/metrics.jsonl", "{\"step\":1,\"loss\":5.4375}\n");
-  Write("muon/metrics.jsonl", "{\"step\":1,\"val_loss\":4.3125}\n");
+  Write("adamw/metrics.jsonl", "{\"step\":3,\"loss\":5.4375}\n");
+  Write("muon/metrics.jsonl", "{\"step\":3,\"loss\":5.4375}\n{\"step\":3,\"val_loss\":4.3125}\n");
   const std::string page = Path("page.html");
   const Outcome outcome = Report({"--html", page, a, b});
   EXPECT_EQ(outcome.exit_status, 0);
@@ -109,6 +111,48 @@ TEST_F(TraceReportTest, ARunWhoseLossesCannotBeReadCostsAWarningAndTheCurve) {
   EXPECT_THAT(Slurp(page), AllOf(HasSubstr("\"muon\""), Not(HasSubstr("5.4375"))));
 }
 
+TEST_F(TraceReportTest, TheLossesOfAnotherRunCostAWarningAndTheCurve) {
+  const std::string run = MakeRun("run");
+  const std::string page = Path("page.html");
+  for (const char* metrics : {"{\"step\":3,\"loss\":7.0625}\n", "{\"step\":2,\"loss\":7.0625}\n"}) {
+    Write("run/metrics.jsonl", metrics);
+    const Outcome outcome = Report({"--html=" + page, run});
+    EXPECT_EQ(outcome.exit_status, 0);
+    EXPECT_THAT(outcome.err, StartsWith("trace_report: warning: no loss curve for run: "));
+    EXPECT_THAT(outcome.err, HasSubstr("metrics.jsonl is of another run"));
+    EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1);
+    EXPECT_THAT(Slurp(page), Not(HasSubstr("7.0625")));
+  }
+}
+
+TEST_F(TraceReportTest, APageReplacesAPageAndNothingElse) {
+  const std::string run = MakeRun("run");
+  Write("run/metrics.jsonl", "");
+  for (const char* contents : {"", "notes", "<!doctype html>\n<html lang=\"en\">\n<head>\n"}) {
+    Write("mine.html", contents);
+    const std::string error = ErrorOf({"--html=" + Path("mine.html"), run}, 1);
+    EXPECT_THAT(error, HasSubstr(Path("mine.html") + " is there already"));
+    EXPECT_EQ(Slurp(Path("mine.html")), contents);
+  }
+  const std::string page = Path("page.html");
+  ASSERT_EQ(Report({"--html=" + page, run}).exit_status, 0);
+  const std::string first = Slurp(page);
+  ASSERT_EQ(Report({"--html=" + page, run, run}).exit_status, 0);
+  EXPECT_NE(Slurp(page), first);
+}
+
+TEST_F(TraceReportTest, NamesOfFoldersDoNotControlTheTerminal) {
+  const std::string name = "a\x1b[31m\nb\u202e\xff";
+  const std::string run = MakeRun(name), page = Path(name + ".html");
+  for (const Outcome& outcome :
+       {Report({run, run}), Report({"--html=" + page, run}), Report({Path(name + "?")})}) {
+    for (const char* control : {"\x1b", "\nb", "\u202e", "\xff"}) {
+      EXPECT_THAT(outcome.out + outcome.err, Not(HasSubstr(control)));
+    }
+    EXPECT_THAT(outcome.out + outcome.err, ContainsRegex("a\\?\\[31m[? ]b\\?\\?"));
+  }
+}
+
 TEST_F(TraceReportTest, RefusesACommandLineWithoutFolders) {
   EXPECT_THAT(ErrorOf({}, 2), HasSubstr("train --trace=DIR"));
   EXPECT_THAT(ErrorOf({""}, 2), HasSubstr("no folder given"));
@@ -127,7 +171,7 @@ TEST_F(TraceReportTest, NamesAFolderWithoutTracesAndAPageThatCannotBeWritten) {
   const std::string run = MakeRun("a");
   EXPECT_THAT(ErrorOf({Path("none")}, 1), HasSubstr(Path("none")));
   EXPECT_THAT(ErrorOf({run, Path("none")}, 1), HasSubstr(Path("none")));
-  Write("a/metrics.jsonl", "");
+  Write("a/metrics.jsonl", "{\"step\":3,\"loss\":5.4375}\n");
   EXPECT_THAT(ErrorOf({"--html=" + Path("none/page.html"), run}, 1),
               HasSubstr(Path("none/page.html")));
 }

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <map>
 #include <optional>
 #include <set>
 #include <system_error>
@@ -54,7 +55,8 @@ std::vector<std::string> RunLabels(absl::Span<const std::string> dirs) {
   return labels;
 }
 
-absl::StatusOr<LossCurve> ReadLossCurve(const std::string& path) {
+absl::StatusOr<LossCurve> ReadLossCurve(const std::string& path,
+                                        absl::Span<const TraceStep> traced) {
   DIM0_ASSIGN_OR_RETURN(const MappedFile file, MappedFile::Open(path));
   LossCurve curve;
   int64_t number = 0;
@@ -75,6 +77,15 @@ absl::StatusOr<LossCurve> ReadLossCurve(const std::string& path) {
     if (const auto loss = Number(object, "val_loss")) {
       curve.validation_losses.emplace_back(at, *loss);
     }
+  }
+  const std::map<int64_t, double> losses(curve.losses.begin(), curve.losses.end());
+  for (const TraceStep& step : traced) {
+    const auto found = losses.find(step.step);
+    if (!step.loss || (found != losses.end() && found->second == *step.loss)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        path, " is of another run than the trace: ",
+        found == losses.end() ? "it has no loss of step " : "it has another loss at step ",
+        step.step, "; put the files of one run beside each other"));
   }
   return curve;
 }

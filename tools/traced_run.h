@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
+#include "runtime/trace/trace.h"
 
 namespace dim0 {
 
@@ -24,8 +25,10 @@ struct LossCurve {
 
 // From the lines {"step", "loss"} and {"step", "val_loss"} of a metrics.jsonl; other lines that are
 // JSON objects are passed over. Errors, one line that names the file: NotFound, or InvalidArgument
-// for a line that is no JSON object.
-absl::StatusOr<LossCurve> ReadLossCurve(const std::string& path);
+// for a line that is no JSON object, and for a file of another run than the one of which `traced`
+// are steps: it has not just the losses that they have.
+absl::StatusOr<LossCurve> ReadLossCurve(const std::string& path,
+                                        absl::Span<const TraceStep> traced);
 
 }  // namespace dim0
 

@@ -1,7 +1,10 @@
 #include "tools/traced_run.h"
 
+#include <cmath>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
 
 #include "absl/strings/string_view.h"
@@ -50,14 +53,14 @@ TEST(ReadLossCurve, TakesLossesAndValidationLossesAndPassesOverTheRest) {
 {"step":1e300,"loss":1}
 {"step":5,"loss":4}
 )");
-  const absl::StatusOr<LossCurve> curve = ReadLossCurve(path);
+  const absl::StatusOr<LossCurve> curve = ReadLossCurve(path, {});
   ASSERT_TRUE(curve.ok()) << curve.status();
   EXPECT_THAT(curve->losses, ElementsAre(Pair(1, 5.5), Pair(5, 4.0)));
   EXPECT_THAT(curve->validation_losses, ElementsAre(Pair(2, 5.25)));
 }
 
 TEST(ReadLossCurve, OfAnEmptyFileIsEmpty) {
-  const absl::StatusOr<LossCurve> curve = ReadLossCurve(File("empty.jsonl", ""));
+  const absl::StatusOr<LossCurve> curve = ReadLossCurve(File("empty.jsonl", ""), {});
   ASSERT_TRUE(curve.ok()) << curve.status();
   EXPECT_THAT(curve->losses, IsEmpty());
 }
@@ -67,11 +70,29 @@ TEST(ReadLossCurve, NamesTheFileAndLineThatIsBroken) {
        {"{\"step\":2,\"lo", "[1]", "7", "{\"step\":2,\"loss\":1e999}", "\xff\xfe"}) {
     const std::string path =
         File("broken.jsonl", std::string("{\"step\":1,\"loss\":5}\n") + std::string(broken));
-    const absl::StatusOr<LossCurve> curve = ReadLossCurve(path);
+    const absl::StatusOr<LossCurve> curve = ReadLossCurve(path, {});
     ASSERT_EQ(curve.status().code(), absl::StatusCode::kInvalidArgument) << broken;
     EXPECT_THAT(std::string(curve.status().message()), HasSubstr(path + ": line 2"));
   }
-  EXPECT_EQ(ReadLossCurve("no/such/file").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(ReadLossCurve("no/such/file", {}).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(ReadLossCurve, RefusesTheFileOfAnotherRunThanTheTracedSteps) {
+  const std::string path =
+      File("other.jsonl", "{\"step\":1,\"loss\":5.5}\n{\"step\":2,\"loss\":5.1}\n");
+  const auto step = [](int64_t number, std::optional<double> loss) {
+    return TraceStep{.step = number, .loss = loss};
+  };
+  EXPECT_TRUE(ReadLossCurve(path, {step(1, 5.5), step(2, 5.1)}).ok());
+  EXPECT_TRUE(ReadLossCurve(path, {step(2, 5.1)}).ok());
+  EXPECT_TRUE(ReadLossCurve(path, {step(3, std::nullopt)}).ok());
+  for (const TraceStep& other :
+       {step(2, std::nextafter(5.1, 6)), step(1, 5.1), step(3, 5.1), step(0, 0)}) {
+    const absl::Status status = ReadLossCurve(path, {step(1, 5.5), other}).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << other.step;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(path + " is of another run"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("step " + std::to_string(other.step)));
+  }
 }
 
 }  // namespace

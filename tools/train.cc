@@ -31,6 +31,7 @@
 #include "optim/schedule.h"
 #include "runtime/check.h"
 #include "runtime/dataset.h"
+#include "runtime/printable.h"
 #include "runtime/trainer.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
@@ -503,10 +504,11 @@ void PrintSummary(const Setup& setup, const TrainingSummary& summary) {
         summary.newton_schulz_imbalance_measured);
   }
   if (!summary.trace_report.empty()) spdlog::info("\n{}", summary.trace_report);
-  spdlog::info("run folder: {}", setup.trainer.run_dir);
+  spdlog::info("run folder: {}", Printable(setup.trainer.run_dir));
   if (!summary.trace_report.empty()) {
     const std::string& dir = setup.trainer.trace.dir;
-    spdlog::info("trace: {} (to look at it: trace_report --html=FILE {})", dir, dir);
+    spdlog::info("trace: {} (to look at it: trace_report --html=FILE {})", Printable(dir),
+                 ShellWord(dir));
   }
 }
 

@@ -17,7 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 #include "runtime/cpu/cpu_stream.h"
 #include "runtime/cpu/gemm.h"
 
@@ -134,12 +134,12 @@ void ScaleToUnitRange(ThreadPool& pool, float* values, int64_t size) {
 // thread was descheduled must not lower a yardstick.
 double MedianSeconds(const std::function<void()>& body, absl::Duration duration) {
   std::vector<double> seconds;
-  const absl::Time end = absl::Now() + duration;
+  const absl::Time end = SteadyNow() + duration;
   do {
-    const absl::Time start = absl::Now();
+    const absl::Time start = SteadyNow();
     body();
-    seconds.push_back(absl::ToDoubleSeconds(absl::Now() - start));
-  } while (absl::Now() < end || seconds.size() < 3);
+    seconds.push_back(absl::ToDoubleSeconds(SteadyNow() - start));
+  } while (SteadyNow() < end || seconds.size() < 3);
   std::nth_element(seconds.begin(), seconds.begin() + seconds.size() / 2, seconds.end());
   return seconds[seconds.size() / 2];
 }

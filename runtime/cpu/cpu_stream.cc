@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "collectives/steady_clock.h"
 
 namespace dim0::cpu {
 namespace {
@@ -26,7 +26,7 @@ class CpuEventPoint : public EventPoint {
     std::lock_guard<std::mutex> lock(mutex_);
     passed_ = true;
     status_ = status;
-    time_ = absl::Now();
+    time_ = SteadyNow();
     passed_cv_.notify_all();
   }
 
@@ -75,9 +75,9 @@ void CpuStream::Enqueue(OpInfo info, Op op) {
   Push([this, recorded = std::move(recorded),
         op = std::move(op)](const absl::Status& so_far) mutable {
     if (!so_far.ok()) return so_far;
-    recorded.begin = absl::Now();
+    recorded.begin = SteadyNow();
     absl::Status status = op(OpContext{.call = &recorded.call});
-    recorded.end = absl::Now();
+    recorded.end = SteadyNow();
     recorded.failed = !status.ok();
     record_->Add(std::move(recorded));
     return status;
@@ -94,7 +94,7 @@ void CpuStream::Wait(const Event& event) {
     return;
   }
   Push([this, event, step = record_->step()](const absl::Status& so_far) {
-    const absl::Time begin = absl::Now();
+    const absl::Time begin = SteadyNow();
     absl::Status status = event.Wait();
     const EventPoint* last = event.points().front().get();
     for (const auto& point : event.points()) {
@@ -102,7 +102,7 @@ void CpuStream::Wait(const Event& event) {
     }
     // Without waiting there is nothing to tell.
     if (last->time() > begin) {
-      record_->Add(RecordedWait{step, begin, absl::Now(), last->trace_point()});
+      record_->Add(RecordedWait{step, begin, SteadyNow(), last->trace_point()});
     }
     return so_far.ok() ? status : so_far;
   });
@@ -121,7 +121,7 @@ Event CpuStream::Record() {
 void CpuStream::CountLive(MemoryPurpose purpose, int64_t bytes) {
   if (!recording()) return;
   Push([this, purpose, bytes, step = record_->step()](const absl::Status& so_far) {
-    record_->Add(RecordedMemory{step, absl::Now(), purpose, bytes});
+    record_->Add(RecordedMemory{step, SteadyNow(), purpose, bytes});
     return so_far;
   });
 }

@@ -79,6 +79,7 @@ struct TraceStream {
 struct TraceStep {
   int64_t step = 0;
   int64_t begin = 0, end = 0;
+  std::optional<double> loss;  // as the run's log has it
 
   bool operator==(const TraceStep&) const = default;
 };
@@ -102,7 +103,9 @@ struct RankTrace {
   std::map<std::string, std::string> flags;  // of the program: "optimizer" -> "rmnp", ...
   // The run's metrics.jsonl, relative to the trace's folder; empty if there is none.
   std::string metrics;
-  bool cut_short = false;  // the recorder was full, or the run failed: later steps are missing
+  // The recorder was full, or the run failed or was stopped: later steps, of those that were to be
+  // traced, are missing.
+  bool cut_short = false;
 
   std::vector<TraceStream> streams;  // by number
   std::vector<TraceStep> steps;      // ascending

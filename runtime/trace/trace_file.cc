@@ -10,9 +10,11 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "nlohmann/json.hpp"
 #include "runtime/check.h"
@@ -70,34 +72,6 @@ constexpr absl::string_view DTypeName(DType dtype) {
   return "?";
 }
 
-std::string FileName(int rank) { return absl::StrCat("rank", rank, ".json"); }
-
-// The rank whose file has this name.
-std::optional<int> RankOf(const std::string& file_name) {
-  absl::string_view digits = file_name;
-  int rank;
-  if (digits.size() < 10) return std::nullopt;
-  if (!absl::SimpleAtoi(digits.substr(4, digits.size() - 9), &rank)) return std::nullopt;
-  if (rank < 0 || FileName(rank) != file_name) return std::nullopt;
-  return rank;
-}
-
-// The ranks that have a file in `dir`, ascending.
-absl::StatusOr<std::vector<int>> RanksIn(const std::string& dir) {
-  std::vector<int> ranks;
-  std::error_code error;
-  fs::directory_iterator entry(dir, error);
-  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-    if (const auto rank = RankOf(entry->path().filename().string())) ranks.push_back(*rank);
-  }
-  if (error) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot read the folder ", dir, ": ", error.message()));
-  }
-  std::sort(ranks.begin(), ranks.end());
-  return ranks;
-}
-
 // Writing
 
 std::string Quoted(const std::string& text) {
@@ -110,6 +84,9 @@ std::string Decimal(double value) {
   char text[32];
   return std::string(text, std::to_chars(text, text + sizeof(text), value).ptr);
 }
+
+// A negative one, which readers refuse, would cost the whole file.
+int64_t Duration(int64_t begin, int64_t end) { return std::max<int64_t>(0, end - begin); }
 
 class TraceWriter {
  public:
@@ -152,7 +129,7 @@ class TraceWriter {
         "{\n  \"schemaVersion\": 1,\n  \"distributedInfo\": {\"backend\": ", Quoted(trace_.backend),
         ", \"rank\": ", trace_.rank, ", \"world_size\": ", trace_.world_size,
         "},\n  \"displayTimeUnit\": \"ms\",\n  \"baseTimeNanoseconds\": 0,\n  \"traceName\": ",
-        Quoted(FileName(trace_.rank)), ",\n  \"dim0\": {\"format\": ", kFormat,
+        Quoted(TraceFileName(trace_.rank)), ",\n  \"dim0\": {\"format\": ", kFormat,
         ", \"model\": ", Quoted(trace_.model), ", \"parameters\": ", trace_.parameters,
         ", \"metrics\": ", Quoted(trace_.metrics),
         ", \"cut_short\": ", trace_.cut_short ? "true" : "false", ",\n    \"flags\": {",
@@ -194,9 +171,12 @@ class TraceWriter {
 
   absl::Status Steps() {
     for (const TraceStep& step : trace_.steps) {
-      DIM0_RETURN_IF_ERROR(Event('X', kHostRow, step.begin, "\"dur\": ", step.end - step.begin,
+      const bool has_loss = step.loss && std::isfinite(*step.loss);
+      const std::string loss = has_loss ? absl::StrCat(", \"loss\": ", Decimal(*step.loss)) : "";
+      DIM0_RETURN_IF_ERROR(Event('X', kHostRow, step.begin,
+                                 "\"dur\": ", Duration(step.begin, step.end),
                                  ", \"cat\": \"user_annotation\", \"name\": \"ProfilerStep#",
-                                 step.step, "\", \"args\": {\"step\": ", step.step, "}"));
+                                 step.step, "\", \"args\": {\"step\": ", step.step, loss, "}"));
     }
     if (trace_.steps.empty()) return absl::OkStatus();
     int64_t after = trace_.steps.back().end;
@@ -223,7 +203,7 @@ class TraceWriter {
   }
 
   absl::Status Wait(const TraceStream& stream, const TraceWait& wait) {
-    return Event('X', stream.number, wait.begin, "\"dur\": ", wait.end - wait.begin,
+    return Event('X', stream.number, wait.begin, "\"dur\": ", Duration(wait.begin, wait.end),
                  ", \"cat\": \"wait\", \"name\": \"wait\", \"args\": {\"cause\": ", wait.cause,
                  ", \"cause stream\": ", Quoted(wait.stream), "}");
   }
@@ -257,7 +237,7 @@ class TraceWriter {
                       ", \"met\": ", call.met);
     }
     DIM0_RETURN_IF_ERROR(
-        Event('X', stream.number, op.begin, "\"dur\": ", op.end - op.begin,
+        Event('X', stream.number, op.begin, "\"dur\": ", Duration(op.begin, op.end),
               ", \"cat\": \"kernel\", \"name\": ", name, ", \"args\": {\"stream\": ", stream.number,
               ", \"correlation\": ", op.id, ", \"kind\": \"", KindName(op.kind),
               "\", \"unit\": ", Quoted(op.unit), ", \"phase\": ", Quoted(op.phase),
@@ -301,6 +281,13 @@ class Members {
       return value->get<double>();
     }
     return Wrong<double>(key, "is not a number from 0 on");
+  }
+
+  // As Number, of either sign.
+  double Real(const char* key) {
+    const Json* value = Find(key);
+    if (value != nullptr && value->is_number()) return value->get<double>();
+    return Wrong<double>(key, "is not a number");
   }
 
   bool Bool(const char* key) {
@@ -367,6 +354,10 @@ class TraceReader : public nlohmann::json_sax<Json> {
     TraceReader reader(path, text.size());
     if (text.find_first_not_of(" \t\r\n") == absl::string_view::npos) {
       return reader.Invalid("is empty", kTraceAgain);
+    }
+    if (absl::StartsWith(text, "\x1f\x8b")) {
+      return reader.Invalid("is compressed",
+                            absl::StrCat("give it the name ", path, ".gz and gunzip it"));
     }
     const bool parsed = Json::sax_parse(text.begin(), text.end(), &reader);
     if (parsed && reader.error_.ok() && !reader.saw_events_) reader.Foreign();
@@ -569,7 +560,9 @@ class TraceReader : public nlohmann::json_sax<Json> {
 
   void Step(Members& event, std::string* problem) {
     TraceStep step;
-    step.step = Members(event.Nested("args", Json::value_t::object), problem).Integer("step");
+    Members args(event.Nested("args", Json::value_t::object), problem);
+    step.step = args.Integer("step");
+    if (args.Has("loss")) step.loss = args.Real("loss");
     Span(event, &step.begin, &step.end);
     if (!trace_.steps.empty()) {
       CheckOrder(trace_.steps.back().end, step.begin, problem);
@@ -665,21 +658,49 @@ void KeepCommonSteps(std::vector<RankTrace>& traces) {
   }
 }
 
+// What runs that were killed while they wrote a trace left in `dir`: AtomicFileWriter's
+// temporaries.
+void RemoveTemporaries(const std::string& dir) {
+  std::vector<fs::path> found;
+  std::error_code error;
+  fs::directory_iterator entry(dir, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const std::vector<absl::string_view> parts = absl::StrSplit(name, '.');
+    int64_t process, count;
+    if (parts.size() == 6 && parts[0].empty() &&
+        RankOfTraceFile(absl::StrCat(parts[1], ".", parts[2])) && parts[3] == "tmp" &&
+        absl::SimpleAtoi(parts[4], &process) && absl::SimpleAtoi(parts[5], &count)) {
+      found.push_back(entry->path());
+    }
+  }
+  // One that cannot be removed does no harm.
+  for (const fs::path& path : found) fs::remove(path, error);
+}
+
+// Whether `dir` has the trace of a rank, compressed.
+bool HasCompressed(const std::string& dir, int rank) {
+  std::error_code error;
+  return fs::is_regular_file(fs::path(dir) / absl::StrCat(TraceFileName(rank), ".gz"), error);
+}
+
 }  // namespace
 
 absl::Status PrepareTraceDir(const std::string& dir) {
   std::vector<std::string> names;
   std::error_code error;
   if (fs::is_directory(dir, error)) {
-    DIM0_ASSIGN_OR_RETURN(const std::vector<int> ranks, RanksIn(dir));
-    for (const int rank : ranks) names.push_back(FileName(rank));
+    DIM0_ASSIGN_OR_RETURN(const std::vector<int> ranks, TracedRanksIn(dir));
+    for (const int rank : ranks) names.push_back(TraceFileName(rank));
+    RemoveTemporaries(dir);
   }
   return MoveAside(dir, names, "--trace").status();
 }
 
 absl::Status WriteTrace(const std::string& dir, const RankTrace& trace) {
-  DIM0_ASSIGN_OR_RETURN(AtomicFileWriter file,
-                        AtomicFileWriter::Create((fs::path(dir) / FileName(trace.rank)).string()));
+  DIM0_ASSIGN_OR_RETURN(
+      AtomicFileWriter file,
+      AtomicFileWriter::Create((fs::path(dir) / TraceFileName(trace.rank)).string()));
   DIM0_RETURN_IF_ERROR(TraceWriter(trace, &file).Write());
   return file.Commit();
 }
@@ -688,7 +709,7 @@ std::string TraceDirOf(const std::string& dir) {
   std::error_code error;
   const fs::path inner = fs::path(dir) / "trace";
   if (!fs::is_directory(inner, error)) return dir;
-  const auto ranks = RanksIn(dir);
+  const auto ranks = TracedRanksIn(dir);
   return ranks.ok() && ranks->empty() ? inner.string() : dir;
 }
 
@@ -704,20 +725,24 @@ absl::StatusOr<std::vector<RankTrace>> ReadTraces(const std::string& dir) {
     return absl::InvalidArgumentError(absl::StrCat(dir, " is not a folder; ", kGiveOurs));
   }
   const std::string folder = TraceDirOf(dir);
-  DIM0_ASSIGN_OR_RETURN(const std::vector<int> ranks, RanksIn(folder));
+  DIM0_ASSIGN_OR_RETURN(const std::vector<int> ranks, TracedRanksIn(folder));
   if (ranks.empty()) {
+    if (HasCompressed(folder, 0)) {
+      return absl::NotFoundError(absl::StrCat("the traces in ", folder,
+                                              " (rank0.json.gz, ...) are compressed; gunzip them"));
+    }
     return absl::NotFoundError(
         absl::StrCat("there is no trace (rank0.json, ...) in ", folder, "; ", kGiveOurs));
   }
   std::vector<RankTrace> traces;
   std::string first;
   for (const int rank : ranks) {
-    const std::string path = (fs::path(folder) / FileName(rank)).string();
+    const std::string path = (fs::path(folder) / TraceFileName(rank)).string();
     DIM0_ASSIGN_OR_RETURN(RankTrace trace, TraceReader::Read(path));
     if (trace.rank != rank) {
       return absl::InvalidArgumentError(absl::StrCat(path, " is the trace of rank ", trace.rank,
                                                      "; give it its name back, ",
-                                                     FileName(trace.rank)));
+                                                     TraceFileName(trace.rank)));
     }
     if (traces.empty()) {
       first = path;
@@ -731,9 +756,10 @@ absl::StatusOr<std::vector<RankTrace>> ReadTraces(const std::string& dir) {
   }
   for (int rank = 0; rank < traces.front().world_size; ++rank) {
     if (static_cast<size_t>(rank) < ranks.size() && ranks[rank] == rank) continue;
-    return absl::NotFoundError(absl::StrCat((fs::path(folder) / FileName(rank)).string(),
-                                            " is missing: the run had ", traces.front().world_size,
-                                            " ranks; copy it there"));
+    const std::string path = (fs::path(folder) / TraceFileName(rank)).string();
+    return absl::NotFoundError(absl::StrCat(
+        path, " is missing: the run had ", traces.front().world_size, " ranks; ",
+        HasCompressed(folder, rank) ? absl::StrCat("gunzip ", path, ".gz") : "copy it there"));
   }
   KeepCommonSteps(traces);
   return traces;

@@ -26,7 +26,8 @@
 //   M                    names of the process (rank R), of row 1 (host) and of the streams' rows,
 //   and
 //                        the order in which to show them
-//   X user_annotation    a step, on the host row, "ProfilerStep#N" {step}. One more, empty and
+//   X user_annotation    a step, on the host row, "ProfilerStep#N" {step, loss if it is known}. One
+//                        more, empty and
 //                        without args, comes after the last step and the last launch, because HTA
 //                        drops the last and what was launched from then on
 //   C memory             {bytes by memory purpose}, from ts on
@@ -58,7 +59,8 @@
 namespace dim0 {
 
 // Makes `dir` if need be; traces that an earlier run left there are moved to dir/previous-N with
-// the first free N. Errors: one line, naming the path.
+// the first free N, and what a killed run left of one is removed: the caller holds the folder's
+// lock (run_files.h). Errors: one line, naming the path.
 absl::Status PrepareTraceDir(const std::string& dir);
 
 // Writes dir/rankR.json, whole or not at all. Thread-safe for different ranks.
@@ -71,7 +73,8 @@ std::string TraceDirOf(const std::string& dir);
 // All ranks of one run, in rank order, from the files that WriteTrace wrote to TraceDirOf(dir).
 // Equal to what was written, but for names that are not UTF-8, and for steps that only some ranks
 // have because others were cut short: those are left out. Errors, one line each that names the
-// file and what to do: NotFound (no such folder, no trace in it, a rank's file missing),
+// file and what to do: NotFound (no such folder, no trace in it, a rank's file missing or
+// compressed),
 // InvalidArgument (not a folder, or a file that is empty, truncated, damaged, not JSON, another
 // program's, a newer version's, another rank's or of a different run).
 absl::StatusOr<std::vector<RankTrace>> ReadTraces(const std::string& dir);

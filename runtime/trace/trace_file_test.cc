@@ -6,7 +6,9 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <optional>
 #include <random>
 #include <set>
 #include <sstream>
@@ -91,7 +93,7 @@ RankTrace Sample(int rank, int world_size) {
   optimizer.ops = {Op(5, 100, 110, "update", OpKind::kOptimizer)};
 
   trace.streams = {compute, gather, optimizer, {"idle", 23, {}, {}}};
-  trace.steps = {{3, kStart, kStart + 80}, {4, kStart + 90, kStart + 120}};
+  trace.steps = {{3, kStart, kStart + 80, 5.123456789012345}, {4, kStart + 90, kStart + 120}};
   trace.memory = {{kStart, {1, 2, 3, 4, 5, 6, 7}}, {kStart + 30, {1, 0, 0, 0, 0, 0, 1 << 30}}};
   return trace;
 }
@@ -179,6 +181,46 @@ TEST(TraceFile, NumbersThatJsonLacksAreWrittenAsZero) {
   const auto traces = ReadTraces(dir);
   ASSERT_TRUE(traces.ok()) << traces.status();
   EXPECT_EQ(traces->at(0).streams[0].ops[0].flops, 0);
+}
+
+TEST(TraceFile, LossesAreReadBackToTheLastBit) {
+  const std::string dir = Fresh("losses");
+  RankTrace trace = Sample(0, 1);
+  trace.steps.clear();
+  const double losses[] = {0.1, 1.0 / 3, 5e-324, 1.7976931348623157e308, 10, 0, -2.5};
+  for (const double loss : losses) {
+    const int64_t step = static_cast<int64_t>(trace.steps.size());
+    trace.steps.push_back({step, kStart + step, kStart + step + 1, loss});
+  }
+  ASSERT_TRUE(WriteTrace(dir, trace).ok());
+  const auto traces = ReadTraces(dir);
+  ASSERT_TRUE(traces.ok()) << traces.status();
+  EXPECT_EQ(traces->at(0).steps, trace.steps);
+}
+
+TEST(TraceFile, ALossThatIsNoNumberIsLeftOut) {
+  const std::string dir = Fresh("no_loss");
+  RankTrace trace = Sample(0, 1);
+  trace.steps[0].loss = std::nan("");
+  ASSERT_TRUE(WriteTrace(dir, trace).ok());
+  const auto traces = ReadTraces(dir);
+  ASSERT_TRUE(traces.ok()) << traces.status();
+  EXPECT_EQ(traces->at(0).steps[0].loss, std::nullopt);
+}
+
+TEST(TraceFile, WhatEndsBeforeItBeginsIsWrittenAsOfNoLength) {
+  const std::string dir = Fresh("backwards");
+  RankTrace trace = Sample(0, 1);
+  trace.steps = {{3, kStart + 80, kStart}};
+  trace.streams[0].ops = {Op(1, 50, 10, "forward")};
+  trace.streams[0].waits = {{kStart + 60, kStart + 50, 2, "all_gather"}};
+  ASSERT_TRUE(WriteTrace(dir, trace).ok());
+  const auto traces = ReadTraces(dir);
+  ASSERT_TRUE(traces.ok()) << traces.status();
+  const RankTrace& read = traces->at(0);
+  EXPECT_EQ(read.steps[0].end, kStart + 80);
+  EXPECT_EQ(read.streams[0].ops[0].end, kStart + 50);
+  EXPECT_EQ(read.streams[0].waits[0].end, kStart + 60);
 }
 
 TEST(TraceFile, TheHeadNamesTheRankAsHtaLooksForIt) {
@@ -405,6 +447,15 @@ TEST(ReadTraces, AFolderWithoutTracesIsAnErrorThatSaysWhatWasExpected) {
   ExpectError(dir + "/file", absl::StatusCode::kInvalidArgument, {dir + "/file", "not a folder"});
 }
 
+TEST(ReadTraces, CompressedTracesAreAnErrorThatSaysToGunzipThem) {
+  const std::string dir = SampleDir("compressed");
+  fs::rename(dir + "/rank1.json", dir + "/rank1.json.gz");
+  ExpectError(dir, absl::StatusCode::kNotFound,
+              {dir + "/rank1.json is missing", "gunzip " + dir + "/rank1.json.gz"});
+  fs::rename(dir + "/rank0.json", dir + "/rank0.json.gz");
+  ExpectError(dir, absl::StatusCode::kNotFound, {dir, "compressed", "gunzip"});
+}
+
 TEST(ReadTraces, WhatIsNoTraceIsAnErrorThatSaysWhatItIs) {
   const std::string dir = SampleDir("foreign");
   const std::string path = dir + "/rank1.json";
@@ -415,7 +466,7 @@ TEST(ReadTraces, WhatIsNoTraceIsAnErrorThatSaysWhatItIs) {
   expect("", "is empty");
   expect(" \n", "is empty");
   expect("{\"a\": [1,", "ends too early");
-  expect("\x1f\x8b\x08", "not JSON");
+  expect("\x1f\x8b\x08", "gunzip");
   expect("{\"dim0\": \xff}", "not JSON");
   expect("{} {}", "not JSON");
   expect("{}", "not a trace");
@@ -477,8 +528,9 @@ TEST(ReadTraces, AMemberThatIsMissingOrWrongIsAnErrorThatNamesIt) {
   expect("\"purpose\": \"parameter\"", "\"purpose\": 0", {"\"purpose\""});
   expect("\"cause\": 2", "\"cause\": \"2\"", {"\"cause\""});
   expect("\"gathered\": 4", "\"gathered\": -4", {"\"gathered\""});
-  expect("\"args\": {\"step\": 3}", "\"args\": {\"step\": 9}", {"steps do not ascend"});
-  expect("\"args\": {\"step\": 3}", "\"args\": []", {"\"args\" is not an object"});
+  expect("\"step\": 3, \"loss\"", "\"step\": 9, \"loss\"", {"steps do not ascend"});
+  expect("\"args\": {\"step\": 4}", "\"args\": []", {"\"args\" is not an object"});
+  expect("\"loss\": 5.123456789012345", "\"loss\": null", {"\"loss\" is not a number"});
   expect("\"ph\": \"X\"", "\"p\": \"X\"", {"\"ph\" is missing"});
   expect("\"traceEvents\": [", "\"traceEvents\": [7,", {"event 1"});
   expect("\"traceEvents\": [", "\"traceEvents\": {\"a\": [", {"traceEvents", "not an array"});
@@ -605,6 +657,19 @@ TEST(PrepareTraceDir, MakesTheFolderAndMovesAnEarlierTraceAside) {
   ASSERT_TRUE(WriteTrace(dir, Sample(0, 1)).ok());
   ASSERT_TRUE(PrepareTraceDir(dir).ok());
   EXPECT_TRUE(fs::exists(dir + "/previous-2/rank0.json"));
+}
+
+TEST(PrepareTraceDir, RemovesWhatAKilledRunHadWrittenOfATrace) {
+  const std::string dir = Fresh("killed");
+  const std::vector<std::string> others = {"/.rank0.json", "/.rank0.json.tmp.x.0",
+                                           "/.rank0.json.tmp.1.2.3", "/.notes.txt.tmp.1.2"};
+  for (const std::string& name : others) Overwrite(dir + name, "mine");
+  for (const char* name : {"/.rank0.json.tmp.123.0", "/.rank17.json.tmp.9.45"}) {
+    Overwrite(dir + name, "half a trace");
+  }
+  ASSERT_TRUE(PrepareTraceDir(dir).ok());
+  for (const std::string& name : others) EXPECT_EQ(Contents(dir + name), "mine") << name;
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir), {}), 4);
 }
 
 TEST(PrepareTraceDir, AFileInTheWayIsAnErrorThatNamesItAndTheFlag) {

@@ -15,6 +15,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "runtime/printable.h"
 
 namespace dim0 {
 namespace {
@@ -118,6 +119,10 @@ class IntervalUnion {
     if (after == merged_.begin()) return 0;
     const Part& part = *std::prev(after);
     return part.before + (std::min(time, part.end) - part.begin);
+  }
+
+  int64_t length() const {
+    return merged_.empty() ? 0 : merged_.back().before + merged_.back().end - merged_.back().begin;
   }
 
   // The part of [begin, end) that is outside.
@@ -572,8 +577,11 @@ absl::Status CheckSteps(absl::Span<const RankTrace> ranks) {
   if (ranks.empty()) return absl::InvalidArgumentError("there is no rank's trace to report on");
   for (const RankTrace& trace : ranks) {
     if (trace.steps.empty()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("rank ", trace.rank, "'s trace holds no whole step; trace a longer run"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "rank ", trace.rank,
+          "'s trace holds no whole step: the run ended or failed within its first traced step, or "
+          "that step has more entries than the recorder holds; see what there is at "
+          "ui.perfetto.dev, or trace another step of a run that goes on"));
     }
     const bool same = std::equal(
         trace.steps.begin(), trace.steps.end(), ranks[0].steps.begin(), ranks[0].steps.end(),
@@ -592,7 +600,8 @@ absl::Status CheckSteps(absl::Span<const RankTrace> ranks) {
 }
 
 // Matches collectives over ranks: who arrived last, and how long others waited for each rank.
-// Returns the waits by rank, in microseconds.
+// Returns the waits by rank, in microseconds: the sum over those that waited, for each of which
+// what it waited on several streams at once counts once.
 std::vector<double> MatchCollectives(absl::Span<RankAnalysis> ranks) {
   struct Arrival {
     int channel;
@@ -620,7 +629,8 @@ std::vector<double> MatchCollectives(absl::Span<RankAnalysis> ranks) {
     return std::tie(a.channel, a.sequence, a.begin, a.rank) <
            std::tie(b.channel, b.sequence, b.begin, b.rank);
   });
-  std::vector<double> waits(ranks.size());
+  // By the rank that was waited for and the one that waited.
+  std::map<std::pair<int, int>, std::vector<std::pair<int64_t, int64_t>>> intervals;
   for (size_t first = 0, end; first < arrivals.size(); first = end) {
     for (end = first + 1; end < arrivals.size() && key(arrivals[end]) == key(arrivals[first]);) {
       ++end;
@@ -630,8 +640,12 @@ std::vector<double> MatchCollectives(absl::Span<RankAnalysis> ranks) {
       if (arrivals[i].rank == last_rank) continue;
       Communication& communication = *arrivals[i].communication;
       communication.last_rank = last_rank;
-      waits[last_rank] += static_cast<double>(communication.met - communication.begin);
+      intervals[{last_rank, arrivals[i].rank}].emplace_back(communication.begin, communication.met);
     }
+  }
+  std::vector<double> waits(ranks.size());
+  for (auto& [pair, waited] : intervals) {
+    waits[pair.first] += static_cast<double>(IntervalUnion(std::move(waited)).length());
   }
   return waits;
 }
@@ -778,15 +792,6 @@ namespace {
 
 constexpr size_t kColumns = 100;
 
-// What a terminal may be given: names come from a file.
-std::string Printable(absl::string_view text) {
-  std::string printable(text);
-  for (char& c : printable) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  return printable;
-}
-
 // In lines of at most kColumns, each after `indent` spaces. A longer word is cut.
 std::string Wrapped(absl::string_view text, size_t indent) {
   const size_t width = kColumns - indent;
@@ -798,9 +803,13 @@ std::string Wrapped(absl::string_view text, size_t indent) {
   for (absl::string_view word : absl::StrSplit(text, ' ', absl::SkipEmpty())) {
     if (!line.empty() && line.size() + 1 + word.size() > width) end_line();
     if (!line.empty()) line += ' ';
-    for (; word.size() > width; word.remove_prefix(width)) {
-      line = std::string(word.substr(0, width));
+    while (word.size() > width) {
+      size_t cut = width;
+      while (cut > 0 && (word[cut] & 0xc0) == 0x80) --cut;  // not within a UTF-8 character
+      if (cut == 0) cut = width;
+      line = std::string(word.substr(0, cut));
       end_line();
+      word.remove_prefix(cut);
     }
     absl::StrAppend(&line, word);
   }
@@ -813,7 +822,8 @@ double Percent(double part, double whole) { return whole > 0 ? 100 * part / whol
 // "all_gather h.0 in forward"
 std::string Title(const ExposedOp& op) {
   std::string title = Printable(Label({.name = op.name, .unit = op.unit}));
-  if (!op.phase.empty()) absl::StrAppend(&title, " in ", Printable(op.phase).substr(0, 8));
+  if (!op.phase.empty())
+    absl::StrAppend(&title, " in ", Printable(absl::string_view(op.phase).substr(0, 8)));
   return title;
 }
 

@@ -74,8 +74,8 @@ struct TraceReport {
   std::vector<RankReport> ranks;
   RankReport mean;                      // over ranks; `rank` means nothing
   std::vector<ExposedOp> most_exposed;  // at most five, the longest exposed first
-  // The rank that made the others wait the longest at collectives, and for how long: ms a step that
-  // the other ranks together waited for it, divided by their number.
+  // The rank that made the others wait the longest at collectives, and for how long: ms a step in
+  // which another rank waited for it on some stream, mean over the others.
   int slowest_rank = 0;
   double slowest_by = 0;
   bool cut_short = false;  // a rank's trace is, see RankTrace

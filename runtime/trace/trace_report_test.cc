@@ -8,13 +8,16 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/printable.h"
 
 namespace dim0 {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using ::testing::StartsWith;
@@ -365,6 +368,26 @@ TEST(Reasons, DoWithoutWhatWasNotTraced) {
             "compute waited 3.00 ms for stream all_gather; it had to wait for stream optimizer");
 }
 
+TEST(SlowestRank, WaitsOfOneRankOnSeveralStreamsAtOnceCountOnce) {
+  std::vector<RankTrace> traces;
+  for (int r = 0; r < 3; ++r) {
+    Rank rank(r);
+    rank.Step(1, 0, 100'000);
+    // Rank 2 comes last to all three, at 30, 40 and 60 ms.
+    const auto begin = [&](int64_t zero, int64_t one, int64_t two) {
+      return r == 0 ? zero : r == 1 ? one : two;
+    };
+    rank.Collective("a", "x", Purpose::kParameter, begin(10'000, 25'000, 30'000), 30'000, 31'000);
+    rank.Collective("b", "y", Purpose::kGradient, begin(20'000, 39'000, 40'000), 40'000, 41'000);
+    rank.Collective("c", "z", Purpose::kGradient, begin(50'000, 60'000, 60'000), 60'000, 61'000);
+    traces.push_back(rank.trace());
+  }
+  const TraceReport report = Analyze(traces);
+  EXPECT_EQ(report.slowest_rank, 2);
+  // Rank 0 waited from 10 to 40 ms and from 50 to 60, rank 1 from 25 to 30 and from 39 to 40.
+  EXPECT_DOUBLE_EQ(report.slowest_by, (30 + 10 + 5 + 1) / 2.0);
+}
+
 TEST(SlowestRank, IsNotNamedForARunOfOneRank) {
   Rank rank;
   rank.Step(1, 0, 10'000);
@@ -384,8 +407,11 @@ TEST(AnalyzeTraces, RefusesTracesWithoutStepsInCommon) {
   EXPECT_THAT(ErrorOf({}), HasSubstr("no rank's trace"));
   Rank first(0), second(1);
   first.Step(1, 0, 10).Step(2, 10, 20);
-  EXPECT_THAT(ErrorOf({first.trace(), second.trace()}),
-              HasSubstr("rank 1's trace holds no whole step"));
+  EXPECT_THAT(
+      ErrorOf({first.trace(), second.trace()}),
+      AllOf(HasSubstr("rank 1's trace holds no whole step"),
+            HasSubstr("ended or failed within its first traced step"),
+            HasSubstr("more entries than the recorder holds"), HasSubstr("ui.perfetto.dev")));
   second.Step(1, 0, 10);
   EXPECT_THAT(ErrorOf({first.trace(), second.trace()}),
               HasSubstr("rank 1's trace holds 1 steps from 1 to 1, rank 0's 2 steps from 1 to 2"));
@@ -504,6 +530,26 @@ TEST(FormatReport, KeepsTo100ColumnsWhateverOpsAreCalled) {
   EXPECT_THAT(text, Not(HasSubstr("\x1b")));
   const std::vector<std::string> lines = absl::StrSplit(text, '\n');
   for (const std::string& line : lines) EXPECT_LE(line.size(), 100u) << line;
+}
+
+TEST(FormatReport, GivesTheTerminalNothingThatControlsIt) {
+  Rank rank;
+  rank.Step(1, 0, 20'000);
+  const std::string evil = "\x1b[2J\u009b31m\u202e\u2066\x9b\xff";
+  // Of several bytes a character, so that what is cut is cut within one.
+  std::string lengthy = "x";
+  for (int i = 0; i < 100; ++i) lengthy += "\u66db";  // of bytes e6 9b 9b
+  for (const std::string& name : {evil, lengthy}) {
+    const int64_t begin = name == evil ? 0 : 10'000;
+    TraceOp& op = rank.Collective(name, name, Purpose::kParameter, begin, begin, begin + 5000);
+    op.unit = op.phase = name;
+    rank.Wait("compute", begin, begin + 5000, 0, name);
+    rank.Compute(name, begin + 5000, begin + 10'000);
+  }
+  const std::string text = FormatReport(Analyze({rank.trace()}));
+  EXPECT_THAT(text, HasSubstr("?[2J?31m????"));
+  EXPECT_EQ(Printable(absl::StrReplaceAll(text, {{"\n", ""}})),
+            absl::StrReplaceAll(text, {{"\n", ""}}));
 }
 
 }  // namespace

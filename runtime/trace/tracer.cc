@@ -119,10 +119,10 @@ void Tracer::BeginStep(int64_t step) {
   recorder_.SetRecording(step >= options_.first_step && step <= options_.last_step);
 }
 
-void Tracer::EndStep(int64_t step, absl::Time begin, absl::Time end) {
+void Tracer::EndStep(int64_t step, absl::Time begin, absl::Time end, std::optional<double> loss) {
   if (written_ || step < options_.first_step || step > options_.last_step) return;
   recorder_.SetRecording(false);
-  steps_.push_back({step, Microseconds(begin), Microseconds(end)});
+  steps_.push_back({step, Microseconds(begin), Microseconds(end), loss});
 }
 
 absl::Status Tracer::Write(const MemoryUse& live) {
@@ -133,6 +133,12 @@ absl::Status Tracer::Write(const MemoryUse& live) {
       WriteTrace(options_.dir, MakeTrace(recorder_, std::move(header_), std::move(steps_), live));
   recorder_.Clear();
   return status;
+}
+
+void Tracer::GiveUp() {
+  written_ = true;
+  recorder_.SetRecording(false);
+  recorder_.Clear();
 }
 
 }  // namespace dim0

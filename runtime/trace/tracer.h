@@ -6,7 +6,10 @@
 #include <atomic>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
@@ -47,15 +50,23 @@ class Tracer {
   bool first(int64_t step) const { return step == options_.first_step; }
   bool last(int64_t step) const { return step == options_.last_step; }
 
-  // Around a step: what is enqueued between them is recorded if the step is to be traced.
+  // Around a step: what is enqueued between them is recorded if the step is to be traced. `loss` as
+  // in TraceStep.
   void BeginStep(int64_t step);
-  void EndStep(int64_t step, absl::Time begin, absl::Time end);
+  void EndStep(int64_t step, absl::Time begin, absl::Time end, std::optional<double> loss);
+  // The last traced step that has ended; 0 before that.
+  int64_t last_ended() const { return steps_.empty() ? 0 : steps_.back().step; }
 
-  // The run has failed: there will be no more steps, and the last may be a part of one.
+  // There will be no more steps than those that ended, and a part of the next at most.
   void CutShort() { header_.cut_short = true; }
+
+  // About how long the trace's file would be now.
+  int64_t FileBytes() const { return 1024 * recorder_.entries(); }
 
   // Writes the trace. Once; later calls do nothing. The streams must be idle.
   absl::Status Write(const MemoryUse& live);
+  // Instead of Write: there will be no file.
+  void GiveUp();
 
  private:
   const TraceOptions options_;

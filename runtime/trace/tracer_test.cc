@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "collectives/process_group.h"
+#include "collectives/steady_clock.h"
 #include "runtime/device.h"
 #include "runtime/trace/trace_file.h"
 
@@ -23,7 +26,7 @@ absl::Status Nothing(const OpContext&) { return absl::OkStatus(); }
 std::unique_ptr<Device> CpuDevice() { return *CreateDevice(Backend::kCpu, 1); }
 
 TraceStep Now(int64_t step) {
-  const int64_t now = absl::ToUnixMicros(absl::Now());
+  const int64_t now = absl::ToUnixMicros(SteadyNow());
   return {step, now, now};
 }
 
@@ -155,13 +158,13 @@ TEST(Tracer, RecordsTheAskedStepsOnlyAndWritesOnce) {
   device->SetRecorder(tracer.recorder());
   const auto stream = device->NewStream("compute");
   stream->Enqueue({.name = "set-up"}, Nothing);
-  absl::Time clock = absl::Now();
+  absl::Time clock = SteadyNow();
   for (int step = 1; step <= 4; ++step) {
     tracer.BeginStep(step);
     stream->Enqueue({.name = absl::StrCat("step ", step)}, Nothing);
     ASSERT_TRUE(stream->Synchronize().ok());
-    const absl::Time now = absl::Now();
-    tracer.EndStep(step, clock, now);
+    const absl::Time now = SteadyNow();
+    tracer.EndStep(step, clock, now, /*loss=*/1.0 / step);
     clock = now;
     stream->Enqueue({.name = "between"}, Nothing);
     EXPECT_EQ(tracer.first(step), step == 2);
@@ -175,6 +178,7 @@ TEST(Tracer, RecordsTheAskedStepsOnlyAndWritesOnce) {
   ASSERT_EQ(trace.steps.size(), 2);
   EXPECT_EQ(trace.steps[0].step, 2);
   EXPECT_EQ(trace.steps[1].step, 3);
+  EXPECT_EQ(trace.steps[1].loss, 1.0 / 3);
   ASSERT_EQ(trace.streams.size(), 1);
   ASSERT_EQ(trace.streams[0].ops.size(), 2);
   EXPECT_EQ(trace.streams[0].ops[0].name, "step 2");
@@ -182,6 +186,50 @@ TEST(Tracer, RecordsTheAskedStepsOnlyAndWritesOnce) {
 
   EXPECT_TRUE(tracer.Write({}).ok());  // and nothing more
   EXPECT_EQ(*ReadTraces(dir), *traces);
+}
+
+TEST(Tracer, GivenUpWritesNothing) {
+  const std::string dir = absl::StrCat(testing::TempDir(), "/given_up");
+  ASSERT_TRUE(PrepareTraceDir(dir).ok());
+  Tracer tracer({.dir = dir}, {});
+  const auto device = CpuDevice();
+  device->SetRecorder(tracer.recorder());
+  const auto stream = device->NewStream("compute");
+  EXPECT_EQ(tracer.last_ended(), 0);
+  EXPECT_EQ(tracer.FileBytes(), 0);
+  tracer.BeginStep(1);
+  for (int i = 0; i < 3; ++i) stream->Enqueue({.name = "op"}, Nothing);
+  ASSERT_TRUE(stream->Synchronize().ok());
+  tracer.EndStep(1, SteadyNow(), SteadyNow(), std::nullopt);
+  EXPECT_EQ(tracer.last_ended(), 1);
+  EXPECT_EQ(tracer.FileBytes(), 3 * 1024);
+  tracer.GiveUp();
+  tracer.BeginStep(2);
+  stream->Enqueue({.name = "op"}, Nothing);
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_EQ(tracer.FileBytes(), 0);
+  EXPECT_TRUE(tracer.Write({}).ok());
+  EXPECT_FALSE(ReadTraces(dir).ok());
+}
+
+TEST(Tracer, AFileIsNoLongerThanItSays) {
+  const std::string dir = absl::StrCat(testing::TempDir(), "/file_bytes");
+  ASSERT_TRUE(PrepareTraceDir(dir).ok());
+  Tracer tracer({.dir = dir}, {});
+  const auto device = CpuDevice();
+  device->SetRecorder(tracer.recorder());
+  const auto stream = device->NewStream("compute");
+  tracer.BeginStep(1);
+  const std::string name(40, 'x');
+  for (int i = 0; i < 100; ++i) {
+    const RecordedUnit unit(tracer.recorder(), name, Phase::kForward);
+    stream->Enqueue({.name = name, .flops = 1e10 / 3, .bytes = 1e10 / 7}, Nothing);
+  }
+  ASSERT_TRUE(stream->Synchronize().ok());
+  tracer.EndStep(1, SteadyNow(), SteadyNow(), 1.0 / 3);
+  const int64_t said = tracer.FileBytes();
+  ASSERT_TRUE(tracer.Write({}).ok());
+  EXPECT_LE(static_cast<int64_t>(std::filesystem::file_size(dir + "/rank0.json")), said);
 }
 
 }  // namespace

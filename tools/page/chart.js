@@ -190,14 +190,14 @@ class TimeCanvas {
     context.strokeStyle = colors.grid;
     context.lineWidth = 1;
     context.font = `11px ${theme.font}`;
-    for (let i = Math.ceil(this.view.begin / step - 1e-9); i * step <= this.view.end; ++i) {
-      const x = Math.round(this.x(i * step)) + 0.5;
+    for (const time of ticks(this.view.begin, this.view.end, step)) {
+      const x = Math.round(this.x(time)) + 0.5;
       context.beginPath();
       context.moveTo(x, top);
       context.lineTo(x, bottom);
       context.stroke();
       if (y === null) continue;
-      const text = `${Number((i * step / unit[0]).toFixed(6))} ${unit[1]}`;
+      const text = `${Number((time / unit[0]).toFixed(6))} ${unit[1]}`;
       const half = context.measureText(text).width / 2;
       if (x - half < this.gutter - 8) {
         context.textAlign = 'left';

@@ -182,11 +182,22 @@ function scaled(value, units, base) {
 const bytesText = (bytes) => scaled(bytes, ['B', 'KiB', 'MiB', 'GiB', 'TiB'], 1024);
 const countText = (value) => scaled(value, ['', 'k', 'M', 'G', 'T', 'P', 'E'], 1000).trim();
 
-// A round number of which at most `most` fit into `span`: 1, 2 or 5 times a power of 10.
+// A round number of which at most `most` fit into `span`: 1, 2 or 5 times a power of 10. No number, 0
+// or infinite where the span has no length that numbers can divide: ticks() makes nothing of these.
 function tickStep(span, most) {
   const power = 10 ** Math.floor(Math.log10(span / most));
   for (const factor of [1, 2, 5]) {
     if (factor * power * most >= span) return factor * power;
   }
   return 10 * power;
+}
+
+// The multiples of `step` from `begin` to `end`. Whatever the three are, there is an end to it.
+function ticks(begin, end, step) {
+  const MOST = 1000;  // more lines than any screen is to show
+  const values = [];
+  for (let i = Math.ceil(begin / step - 1e-9); i * step <= end && values.length < MOST; ++i) {
+    values.push(i * step);
+  }
+  return values;
 }

@@ -169,10 +169,9 @@ function showSplit() {
     }
   }
   const axis = element('div', {class: 'axis', 'aria-hidden': 'true'});
-  const step = tickStep(longest, 6);
-  for (let i = 0; i * step <= longest * 1.0001; ++i) {
-    const mark = element('span', {}, `${Number((i * step).toPrecision(6))} ms`);
-    mark.style.left = `${100 * i * step / longest}%`;
+  for (const value of ticks(0, longest * 1.0001, tickStep(longest, 6))) {
+    const mark = element('span', {}, `${Number(value.toPrecision(6))} ms`);
+    mark.style.left = `${100 * value / longest}%`;
     axis.append(mark);
   }
   bars.append(element('div', {class: 'bar-row'}, element('span'), axis, element('span')));
@@ -377,7 +376,9 @@ function svg(tag, attributes, ...children) {
 function curvePoints(curve) {
   const points = [];
   curve.steps.forEach((step, i) => {
-    points.push(Number.isFinite(curve.values[i]) ? [step, curve.values[i]] : null);
+    const value = curve.values[i];
+    // The difference of two larger ones need not be a number.
+    points.push(Number.isFinite(value) && Math.abs(value) < 1e300 ? [step, value] : null);
   });
   return points;
 }
@@ -409,9 +410,12 @@ function showLoss() {
 
   const xs = known.map(([x]) => x), ys = known.map(([, y]) => y);
   const extreme = (values, pick) => values.reduce((a, b) => pick(a, b));
-  const first = extreme(xs, Math.min), last = Math.max(extreme(xs, Math.max), first + 1);
+  const first = extreme(xs, Math.min), last = extreme(xs, Math.max);
+  const steps = Math.max(last - first, 1);
   const top = extreme(ys, Math.max), low = extreme(ys, Math.min);
-  const yStep = tickStep(Math.max(top - low, 1e-6), 5);
+  // At least what tells numbers of that size apart.
+  const size = Math.max(Math.abs(top), Math.abs(low));
+  const yStep = tickStep(Math.max(top - low, 1e-6, 1e-9 * size), 5);
   const bottomValue = Math.floor(low / yStep) * yStep;
   const topValue = Math.max(Math.ceil(top / yStep) * yStep, bottomValue + yStep);
   return () => {
@@ -419,23 +423,22 @@ function showLoss() {
     const width = box.clientWidth, height = width < 640 ? 220 : 280;
     const margin = {left: 46, right: 12, top: 8, bottom: 34};
     const x = (step) =>
-      margin.left + (step - first) / (last - first) * (width - margin.left - margin.right);
+      margin.left + (step - first) / steps * (width - margin.left - margin.right);
     const y = (value) => margin.top + (topValue - value) / (topValue - bottomValue) *
         (height - margin.top - margin.bottom);
     const chart = svg('svg', {
       width, height, role: 'img', 'aria-label': 'Loss over steps; the legend has the last values',
     });
     const text = (content, at, anchor) => svg('text', {...at, 'text-anchor': anchor}, content);
-    for (let i = 0; bottomValue + i * yStep <= topValue + yStep / 1e3; ++i) {
-      const value = bottomValue + i * yStep;
+    for (const value of ticks(bottomValue, topValue + yStep / 1e3, yStep)) {
       chart.append(
           svg('path', {
             class: 'gridline', d: `M${margin.left} ${y(value)}H${width - margin.right}`,
           }),
           text(String(Number(value.toPrecision(6))), {x: margin.left - 8, y: y(value) + 4}, 'end'));
     }
-    const xStep = Math.max(1, tickStep(last - first, Math.max(2, Math.floor(width / 110))));
-    for (let step = Math.ceil(first / xStep) * xStep; step <= last; step += xStep) {
+    const xStep = Math.max(1, tickStep(steps, Math.max(2, Math.floor(width / 110))));
+    for (const step of ticks(first, last, xStep)) {
       chart.append(text(String(step), {x: x(step), y: height - 18},
           x(step) > width - 24 ? 'end' : 'middle'));
     }

@@ -335,7 +335,7 @@ class MemoryChart extends TimeCanvas {
     while (i < times.length && times[i] <= this.view.end) {
       const pixel = Math.floor(this.x(times[i]));
       let fullest = i;
-      for (; i < times.length && Math.floor(this.x(times[i])) === pixel; ++i) {
+      for (++i; i < times.length && Math.floor(this.x(times[i])) === pixel; ++i) {
         if (totals[i] > totals[fullest]) fullest = i;
       }
       picked.push({sample: fullest, x: Math.max(this.gutter, pixel)});
@@ -353,7 +353,7 @@ class MemoryChart extends TimeCanvas {
     context.textAlign = 'right';
     // Powers of two are round in bytes.
     const step = 2 ** Math.ceil(Math.log2(this.most / 4));
-    for (let bytes = 0; bytes <= this.most; bytes += step) {
+    for (const bytes of ticks(0, this.most, step)) {
       const y = Math.round(this.y(bytes)) + 0.5;
       context.fillText(bytesText(bytes), this.gutter - 8, y);
       context.beginPath();

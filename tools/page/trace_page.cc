@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/string_view.h"
 #include "nlohmann/json.hpp"
@@ -323,6 +324,12 @@ std::string TracePage(absl::Span<const TracedRun> runs) {
   return absl::StrReplaceAll(
       page_files::kHtml,
       {{"@STYLE@", page_files::kCss}, {"@DATA@", text}, {"@SCRIPT@", page_files::kScript}});
+}
+
+bool IsTracePage(absl::string_view contents) {
+  // The part of the page that names this program.
+  const absl::string_view page = page_files::kHtml;
+  return absl::StartsWith(contents, page.substr(0, page.find("<meta name=\"viewport\"")));
 }
 
 }  // namespace dim0

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "runtime/trace/trace.h"
 #include "runtime/trace/trace_report.h"
@@ -24,6 +25,9 @@ struct TracedRun {
 
 // The whole page, for at least one run.
 std::string TracePage(absl::Span<const TracedRun> runs);
+
+// Whether a file with these contents is such a page, by how it begins.
+bool IsTracePage(absl::string_view contents);
 
 }  // namespace dim0
 
