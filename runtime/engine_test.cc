@@ -666,9 +666,8 @@ TEST(Engine, PrefetchDepthBoundsTheGatheredMemory) {
   EXPECT_EQ(gathered(3) - gathered(1), 2 * slot);
 }
 
-// What a step of one rank and 3 blocks enqueues, by unit: the sending of rows, all-gathers, forward
-// and backward.
-std::vector<std::string> OrderOfOneStep(const EngineOptions& options) {
+// What a step of one rank and 3 blocks enqueues, in that order.
+std::vector<RecordedOp> OpsOfOneStep(const EngineOptions& options) {
   auto groups = *CreateThreadRanks(1, {});
   const auto device = *CreateDevice(Backend::kCpu, 1);
   OpRecorder recorder;
@@ -683,21 +682,31 @@ std::vector<std::string> OrderOfOneStep(const EngineOptions& options) {
   EXPECT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
   EXPECT_TRUE(engine->Synchronize().ok());
 
-  std::map<int64_t, std::string> order;  // by id, which counts what is enqueued
+  std::vector<RecordedOp> ops;
+  static auto* const units = new std::set<std::string>;  // outlive the recorder
   for (const StreamRecord* stream : recorder.streams()) {
-    for (const RecordedOp& op : stream->ops()) {
-      const bool backward = op.phase == Phase::kBackward;
-      if (op.call.purpose == Purpose::kParameter && op.call.calls > 0) {
-        order[op.id] = absl::StrCat(op.call.operation, " ", *op.unit);
-      } else if (op.info.name == "check" && !backward) {
-        order[op.id] = absl::StrCat("forward ", *op.unit);
-      } else if (op.info.name == "backward") {
-        order[op.id] = absl::StrCat("backward ", *op.unit);
-      }
+    for (RecordedOp op : stream->ops()) {
+      op.unit = &*units->insert(*op.unit).first;
+      ops.push_back(std::move(op));
     }
   }
+  std::sort(ops.begin(), ops.end(),
+            [](const RecordedOp& a, const RecordedOp& b) { return a.id < b.id; });
+  return ops;
+}
+
+// By unit: the sending of rows, all-gathers, forward and backward.
+std::vector<std::string> OrderOfOneStep(const EngineOptions& options) {
   std::vector<std::string> names;
-  for (const auto& [id, name] : order) names.push_back(name);
+  for (const RecordedOp& op : OpsOfOneStep(options)) {
+    if (op.call.purpose == Purpose::kParameter && op.call.calls > 0) {
+      names.push_back(absl::StrCat(op.call.operation, " ", *op.unit));
+    } else if (op.info.name == "check" && op.phase != Phase::kBackward) {
+      names.push_back(absl::StrCat("forward ", *op.unit));
+    } else if (op.info.name == "backward") {
+      names.push_back(absl::StrCat("backward ", *op.unit));
+    }
+  }
   return names;
 }
 
@@ -731,27 +740,11 @@ TEST(Engine, GathersAheadIntoFreeSlotsAndWhatStaysAsSoonAsItIsNext) {
 }
 
 TEST(Engine, AHeadLargerThanABlockIsReducedBetweenTheBlocksAndWhollyBeforeItsRowsAreAdded) {
-  auto groups = *CreateThreadRanks(1, {});
-  const auto device = *CreateDevice(Backend::kCpu, 1);
-  OpRecorder recorder;
-  device->SetRecorder(&recorder);
-  Allocator allocator(device.get());
-  ToyModel model(3, false);
-  Sgd sgd(*device, false);
-  const auto engine = *Engine::Create({}, model, *groups[0], *device, allocator, &sgd);
-  ASSERT_TRUE(engine->Start(1).ok());
-  const ToyBatch data = {{6, 0, 6}};
-  const Batch batch = data.batch();
-  ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
-  ASSERT_TRUE(engine->Synchronize().ok());
   std::vector<std::string> calls;
-  for (const StreamRecord* stream : recorder.streams()) {
-    if (stream->stream() != "reduce_scatter") continue;
-    for (const RecordedOp& op : stream->ops()) {
-      if (op.call.purpose != Purpose::kGradient || op.call.calls == 0) continue;
-      EXPECT_EQ(op.phase, Phase::kBackward);
-      calls.push_back(absl::StrCat(op.call.operation, " ", *op.unit));
-    }
+  for (const RecordedOp& op : OpsOfOneStep({})) {
+    if (op.call.purpose != Purpose::kGradient || op.call.calls == 0) continue;
+    EXPECT_EQ(op.phase, Phase::kBackward);
+    calls.push_back(absl::StrCat(op.call.operation, " ", *op.unit));
   }
   EXPECT_EQ(calls,
             (std::vector<std::string>{"reduce_scatter root", "reduce_scatter h.2",
