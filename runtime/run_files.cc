@@ -31,7 +31,7 @@ namespace fs = std::filesystem;
 constexpr absl::string_view kRunDirFlag = "--run_dir";
 
 constexpr const char* kRunFiles[] = {"metrics.jsonl", "summary.json", "model.safetensors",
-                                           "config.json"};
+                                     "config.json"};
 constexpr char kTraceDir[] = "trace";
 
 absl::Status PathError(absl::string_view what, absl::string_view path, absl::string_view why,

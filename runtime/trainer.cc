@@ -320,7 +320,7 @@ class RankRun {
     json["step_ms"] = seconds * 1e3;
     json["tokens_per_s"] = tokens_per_second;
     json["flops_fraction"] = fraction;
-    DIM0_RETURN_IF_ERROR(metrics_->Append(json.dump()));
+    DIM0_RETURN_IF_ERROR(metrics_->Append(Text(json)));
     if (step % options_.log_every == 0 || step == 1 || step == options_.steps || result.stop) {
       spdlog::info(
           "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  {}{:.0f} ms  {:.0f} tokens/s  "

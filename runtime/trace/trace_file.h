@@ -27,9 +27,8 @@
 //   and
 //                        the order in which to show them
 //   X user_annotation    a step, on the host row, "ProfilerStep#N" {step, loss if it is known}. One
-//                        more, empty and
-//                        without args, comes after the last step and the last launch, because HTA
-//                        drops the last and what was launched from then on
+//                        more, empty and without args, comes after the last step and the last
+//                        launch, because HTA drops the last and what was launched from then on
 //   C memory             {bytes by memory purpose}, from ts on
 //   X kernel             an op, on its stream's row {stream, correlation, kind, unit, phase, step,
 //                        enqueued, flops, bytes, and "failed": true where it did}. stream and

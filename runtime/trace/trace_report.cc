@@ -560,8 +560,8 @@ absl::Status CheckSteps(absl::Span<const RankTrace> ranks) {
     if (trace.steps.empty()) {
       return absl::InvalidArgumentError(absl::StrCat(
           "rank ", trace.rank,
-          "'s trace holds no whole step: the run ended or failed within its first traced step, or "
-          "that step has more entries than the recorder holds; see what there is at "
+          "'s trace holds no whole step: the run ended or failed before its first traced step was "
+          "done, or that step has more entries than the recorder holds; see what there is at "
           "ui.perfetto.dev, or trace another step of a run that goes on"));
     }
     const bool same = std::equal(

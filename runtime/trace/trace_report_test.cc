@@ -410,7 +410,7 @@ TEST(AnalyzeTraces, RefusesTracesWithoutStepsInCommon) {
   EXPECT_THAT(
       ErrorOf({first.trace(), second.trace()}),
       AllOf(HasSubstr("rank 1's trace holds no whole step"),
-            HasSubstr("ended or failed within its first traced step"),
+            HasSubstr("ended or failed before its first traced step was done"),
             HasSubstr("more entries than the recorder holds"), HasSubstr("ui.perfetto.dev")));
   second.Step(1, 0, 10);
   EXPECT_THAT(ErrorOf({first.trace(), second.trace()}),
