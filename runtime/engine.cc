@@ -344,6 +344,8 @@ Engine::Gathered Engine::Gather(UnitState& state, size_t piece, Phase phase) {
   if (piece == 0) {
     all_gather_->Wait(slot->free);
     if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
+    // What stays has its buffer to itself, which would let it go ahead of the stages before.
+    if (options_.prefetch == 0) all_gather_->Wait(compute_->Record());
     all_gather_->CountLive(MemoryPurpose::kGathered, UnitBytes(state));
   }
 

@@ -752,6 +752,18 @@ TEST(Engine, AHeadLargerThanABlockIsReducedBetweenTheBlocksAndWhollyBeforeItsRow
                                       "reduce_scatter h.0", "all_to_all root", "all_to_all root"}));
 }
 
+TEST(Engine, WithoutPrefetchNothingIsGatheredBeforeTheStageBeforeIsDone) {
+  std::vector<RecordedOp> computed;
+  int gathers = 0;
+  for (const RecordedOp& op : OpsOfOneStep({.prefetch = 0})) {
+    if (op.info.name == "check" || op.info.name == "backward") computed.push_back(op);
+    if (op.call.operation != "all_gather" || op.call.purpose != Purpose::kParameter) continue;
+    ++gathers;
+    for (const RecordedOp& before : computed) EXPECT_LE(before.end, op.begin) << *op.unit;
+  }
+  EXPECT_EQ(gathers, 7);  // three blocks for forward and for backward, and the root
+}
+
 TEST(Engine, EvaluatesWithoutAnOptimizer) {
   OnRanks(3, [&](int rank, ProcessGroup& group) {
     const auto device = *CreateDevice(Backend::kCpu, 1);

@@ -227,10 +227,6 @@ class RankRun {
   }
 
   absl::Status Step(int64_t step) {
-    if (tracer_ && tracer_->first(step)) {
-      DIM0_RETURN_IF_ERROR(engine_->Synchronize());
-      clock_ = SteadyNow();
-    }
     int64_t index = (step - 1) * options_.sequences_per_step() + group_.rank() * options_.batch;
     for (int64_t micro = 0; micro < options_.grad_accum; ++micro) {
       for (int64_t b = 0; b < options_.batch; ++b) {
@@ -264,8 +260,7 @@ class RankRun {
     ++steps_since_diagnostics_;
     if (result->clipped) ++clipped_since_diagnostics_;
     // The last step's update has no next step to be counted in.
-    const bool last_traced = tracer_ && tracer_->last(step);
-    if (measured || stopped_ || last_traced || step == options_.steps) {
+    if (measured || stopped_ || step == options_.steps) {
       DIM0_RETURN_IF_ERROR(engine_->Synchronize());
     }
 
@@ -277,7 +272,8 @@ class RankRun {
     // A step of the trace is one of the log too.
     if (leads()) DIM0_RETURN_IF_ERROR(Log(step, *result, seconds, factor));
     if (tracer_) tracer_->EndStep(step, begin, now, result->loss);
-    if (last_traced && step < options_.steps && !stopped_) {
+    if (tracer_ && tracer_->last(step) && step < options_.steps && !stopped_) {
+      DIM0_RETURN_IF_ERROR(engine_->Synchronize());
       SaveTraceAheadOfWeights();
       clock_ = SteadyNow();
     }

@@ -129,7 +129,7 @@ TEST_F(HtaTest, FindsTheOverlapThatOurReportFindsInARunsTrace) {
           {"--layers=3", "--width=64", "--heads=2", "--vocab=256", "--seq_len=32", "--batch=4",
            "--steps=4", "--ranks=3", "--threads_per_rank=1", "--optimizer=muon", "--link=0.02,100",
            absl::StrCat("--data=", Path("text.txt")), absl::StrCat("--run_dir=", Path("run")),
-           absl::StrCat("--trace=", Path("trace")), "--trace_steps=2:4"});
+           absl::StrCat("--trace=", Path("trace")), "--trace_steps=1:4"});
   ASSERT_EQ(train.exit_status, 0) << train.err;
   const absl::StatusOr<std::vector<RankTrace>> traces = ReadTraces(Path("trace"));
   ASSERT_TRUE(traces.ok()) << traces.status();

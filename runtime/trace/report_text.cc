@@ -77,17 +77,19 @@ std::string Summary(const TraceReport& report) {
       Percent(mean.split.optimizer_compute, mean.step), Percent(exposed, mean.step),
       Percent(mean.split.idle, mean.step));
   if (mean.all.communication <= 0) {
-    absl::StrAppend(&text, " Nothing was communicated.");
+    absl::StrAppend(&text, "\nNothing was communicated.");
   } else if (report.most_exposed.empty()) {
-    absl::StrAppend(&text, " All communication was hidden.");
+    absl::StrAppend(&text, "\nAll communication was hidden.");
   } else {
     const ExposedOp& first = report.most_exposed[0];
     absl::StrAppend(
         &text,
-        absl::StrFormat(" %.1f%% of communication was hidden; ", 100 * mean.all.fraction_hidden()),
+        absl::StrFormat("\n%.1f%% of communication was hidden; ", 100 * mean.all.fraction_hidden()),
         "most exposed was ", Title(first), ", ", Figure(first.exposed), " ms.");
   }
-  return Wrapped(text, 0);
+  std::string lines;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) lines += Wrapped(line, 0);
+  return lines;
 }
 
 // One line of the split: a label, the parts as ms and per cent, the step.
@@ -142,8 +144,12 @@ std::string FormatReport(const TraceReport& report) {
     AppendOverlap(Name(static_cast<Purpose>(p)), mean.overlap[p], &text);
   }
   AppendOverlap("all", mean.all, &text);
+  text +=
+      "Where several purposes are exposed at once, the split gives the time to the first of them, "
+      "and\nthis table to each.\n";
 
-  if (!report.most_exposed.empty()) text += "\nMost exposed, ms a step\n";
+  if (!report.most_exposed.empty())
+    text += "\nMost exposed: ms a step in which nothing hid it, of the ms it ran\n";
   for (const ExposedOp& op : report.most_exposed) {
     absl::StrAppendFormat(&text, "%8s of %-8s%s", Figure(op.exposed), Figure(op.duration),
                           Title(op));
@@ -156,10 +162,11 @@ std::string FormatReport(const TraceReport& report) {
     if (report.slowest_by < kLeastExposed) {
       text += "\nNo rank made the others wait.\n";
     } else {
-      absl::StrAppendFormat(
-          &text,
-          "\nRank %d was the slowest: at collectives the others waited %s ms a step for it.\n",
-          report.slowest_rank, Figure(report.slowest_by));
+      absl::StrAppendFormat(&text,
+                            "\nRank %d was the slowest: the others waited %s ms a step for it at "
+                            "collectives, hidden or not,\nand %s ms for the next slowest.\n",
+                            report.slowest_rank, Figure(report.slowest_by),
+                            Figure(report.next_slowest_by));
     }
   }
   return text;

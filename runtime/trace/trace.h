@@ -92,7 +92,8 @@ struct TraceMemory {
   bool operator==(const TraceMemory&) const = default;
 };
 
-// One rank's trace: whole steps, and every op that was enqueued in them.
+// One rank's trace: whole steps, every op that was enqueued in them, some of which may run on after
+// the last, and those of the step before that still ran in the first.
 struct RankTrace {
   int rank = 0;
   int world_size = 1;

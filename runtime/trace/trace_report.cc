@@ -761,9 +761,11 @@ absl::StatusOr<TraceReport> AnalyzeTraces(absl::Span<const RankTrace> traces) {
   report.most_exposed = MostExposed(absl::MakeSpan(ranks));
   const size_t slowest = std::max_element(waits.begin(), waits.end()) - waits.begin();
   report.slowest_rank = traces[slowest].rank;
-  if (traces.size() > 1) {
-    report.slowest_by = waits[slowest] / 1000 / static_cast<double>(report.steps) /
-                        static_cast<double>(traces.size() - 1);
+  for (size_t r = 0; r < waits.size() && traces.size() > 1; ++r) {
+    const double by = waits[r] / 1000 / static_cast<double>(report.steps) /
+                      static_cast<double>(traces.size() - 1);
+    double& place = r == slowest ? report.slowest_by : report.next_slowest_by;
+    place = std::max(place, by);
   }
   for (const RankTrace& trace : traces) report.cut_short |= trace.cut_short;
   return report;

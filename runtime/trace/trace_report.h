@@ -78,7 +78,8 @@ struct TraceReport {
   // which another rank waited for it on some stream, mean over the others.
   int slowest_rank = 0;
   double slowest_by = 0;
-  bool cut_short = false;  // a rank's trace is, see RankTrace
+  double next_slowest_by = 0;  // the same of the rank that comes second
+  bool cut_short = false;      // a rank's trace is, see RankTrace
 };
 
 // InvalidArgument if there is no trace, one holds no whole step, or the ranks' steps differ. Any

@@ -500,11 +500,12 @@ TEST(FormatReport, BeginsWithWhatMattersAndShowsEveryFigure) {
       StartsWith("A step takes 100.0 ms: 69.0% compute, 10.0% optimizer compute, 10.5% exposed"));
   // Hidden: 30 ms of 41 and of 40, so 60 of 81.
   EXPECT_THAT(text,
-              HasSubstr(" 74.1% of communication was hidden; most exposed was all_gather wte in"));
+              HasSubstr("\n74.1% of communication was hidden; most exposed was all_gather wte in"));
   EXPECT_THAT(text, HasSubstr("Mean of 2 steps (3 to 4) on 2 ranks."));
   EXPECT_THAT(text, HasSubstr("   11.00 of 11.00   all_gather wte in forward (parameter, rank 0)\n"
                               "                    compute waited for it 11.00 ms;"));
-  EXPECT_THAT(text, HasSubstr("Rank 1 was the slowest: at collectives the others waited 1.00 ms"));
+  EXPECT_THAT(text, HasSubstr("Rank 1 was the slowest: the others waited 1.00 ms a step for it"));
+  EXPECT_THAT(text, HasSubstr("\nand 0.00 ms for the next slowest."));
   // Rank 0: 69 ms compute, 10 optimizer, 11 parameter, 10 idle.
   EXPECT_THAT(text, HasSubstr("rank 0     69.00  69%  10.00  10%  11.00  11%   0.00   0%"));
   EXPECT_THAT(text, HasSubstr("  10.00  10%  100.0\n"));

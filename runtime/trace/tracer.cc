@@ -75,6 +75,11 @@ RankTrace MakeTrace(const OpRecorder& recorder, RankTrace header, std::vector<Tr
     if (step.step < lost) trace.steps.push_back(step);
   }
   if (lost != std::numeric_limits<int64_t>::max()) trace.cut_short = true;
+  // Of what was enqueued before the first step, as much as reached into it.
+  const TraceStep first = trace.steps.empty() ? TraceStep{} : trace.steps.front();
+  const auto belongs = [&](int64_t step, int64_t end) {
+    return step < lost && (step >= first.step || end > first.begin);
+  };
 
   int next_other = 22;
   std::vector<RecordedMemory> changes;
@@ -82,10 +87,10 @@ RankTrace MakeTrace(const OpRecorder& recorder, RankTrace header, std::vector<Tr
     TraceStream stream = {.name = record->stream(),
                           .number = NumberOf(record->stream(), next_other)};
     for (const RecordedOp& op : record->ops()) {
-      if (op.step < lost) stream.ops.push_back(ToTrace(op));
+      if (belongs(op.step, Microseconds(op.end))) stream.ops.push_back(ToTrace(op));
     }
     for (const RecordedWait& wait : record->waits()) {
-      if (wait.step >= lost) continue;
+      if (!belongs(wait.step, Microseconds(wait.end))) continue;
       stream.waits.push_back({.begin = Microseconds(wait.begin),
                               .end = Microseconds(wait.end),
                               .cause = wait.cause.op,
@@ -102,26 +107,26 @@ RankTrace MakeTrace(const OpRecorder& recorder, RankTrace header, std::vector<Tr
   std::stable_sort(
       changes.begin(), changes.end(),
       [](const RecordedMemory& a, const RecordedMemory& b) { return a.time < b.time; });
-  TraceMemory sample = {.time = trace.steps.empty() ? 0 : trace.steps.front().begin,
-                        .bytes = live.bytes};
-  trace.memory.push_back(sample);
+  TraceMemory sample = {.time = first.begin, .bytes = live.bytes};
   for (const RecordedMemory& change : changes) {
-    sample.time = Microseconds(change.time);
+    const int64_t time = Microseconds(change.time);
+    if (time > first.begin) trace.memory.push_back(sample);
+    sample.time = std::max(time, first.begin);
     sample.bytes[static_cast<int>(change.purpose)] += change.bytes;
-    trace.memory.push_back(sample);
   }
+  trace.memory.push_back(sample);
   return trace;
 }
 
 void Tracer::BeginStep(int64_t step) {
   if (written_) return;
   recorder_.SetStep(step);
-  recorder_.SetRecording(step >= options_.first_step && step <= options_.last_step);
+  recorder_.SetRecording(step >= options_.first_step - 1 && step <= options_.last_step);
 }
 
 void Tracer::EndStep(int64_t step, absl::Time begin, absl::Time end, std::optional<double> loss) {
-  if (written_ || step < options_.first_step || step > options_.last_step) return;
   recorder_.SetRecording(false);
+  if (written_ || step < options_.first_step || step > options_.last_step) return;
   steps_.push_back({step, Microseconds(begin), Microseconds(end), loss});
 }
 

@@ -28,7 +28,8 @@ struct TraceOptions {
 };
 
 // What a recorder holds, as a trace: the steps that it recorded whole and what was enqueued in
-// them, and of a step that did not end what had been done. `header` has everything but streams,
+// them, what had been enqueued before and ran in them, and of a step that did not end what had been
+// done. `header` has everything but streams,
 // steps and memory; `steps` are those that ended; `live` is what memory holds between steps. No
 // recorded stream may have work in flight.
 RankTrace MakeTrace(const OpRecorder& recorder, RankTrace header, std::vector<TraceStep> steps,
@@ -45,13 +46,11 @@ class Tracer {
   // For Device::SetRecorder.
   OpRecorder* recorder() { return &recorder_; }
 
-  // The streams must be idle before the first step that is traced and after the last, so that the
-  // trace holds these steps and nothing else.
-  bool first(int64_t step) const { return step == options_.first_step; }
+  // After this one the trace may be written.
   bool last(int64_t step) const { return step == options_.last_step; }
 
-  // Around a step: what is enqueued between them is recorded if the step is to be traced. `loss` as
-  // in TraceStep.
+  // Around a step: what is enqueued between them is recorded if the step is to be traced, or the
+  // next one, in which an update of this one may still run. `loss` as in TraceStep.
   void BeginStep(int64_t step);
   void EndStep(int64_t step, absl::Time begin, absl::Time end, std::optional<double> loss);
   // The last traced step that has ended; 0 before that.

@@ -310,7 +310,8 @@ function showExposed() {
     if (report.ranks.length > 1) {
       box.append(element('p', {class: 'slowest'}, report.slowestBy > 0 ?
           `Rank ${report.slowestRank} made the others wait the longest: ` +
-          `${digits(report.slowestBy)} ms a step.` :
+          `${digits(report.slowestBy)} ms a step, hidden or not; the next one ` +
+          `${digits(report.nextSlowestBy)} ms.` :
           'No rank made the others wait.'));
     }
   }

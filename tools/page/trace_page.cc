@@ -261,7 +261,8 @@ Json ReportJson(const TraceReport& report) {
           {"mean", RankReportJson(report.mean)},
           {"mostExposed", std::move(exposed)},
           {"slowestRank", report.slowest_rank},
-          {"slowestBy", report.slowest_by}};
+          {"slowestBy", report.slowest_by},
+          {"nextSlowestBy", report.next_slowest_by}};
 }
 
 // Two arrays, steps and values. Of a long run every k-th point, and the last.
