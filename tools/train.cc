@@ -106,7 +106,7 @@ ABSL_FLAG(int64_t, diagnostics_every, 0,
 ABSL_FLAG(std::string, run_dir, "", "folder of the run; empty: runs/DATE-TIME-OPTIMIZER");
 ABSL_FLAG(bool, reshard_after_forward, true,
           "free each block's gathered parameters after its forward and gather them again");
-ABSL_FLAG(int, prefetch, 1, "units gathered ahead of the one that computes");
+ABSL_FLAG(int, prefetch, 1, "blocks gathered ahead of the one that computes");
 ABSL_FLAG(bool, recompute, false,
           "keep only each block's input and run its forward again in backward");
 ABSL_FLAG(absl::Duration, collective_timeout, absl::Minutes(10),
