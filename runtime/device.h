@@ -83,6 +83,7 @@ class Device {
   virtual void AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
                        const Tensor& target) = 0;
 
+  // Pointers may be null where there are no bytes: a rank may store no row.
   virtual void Zero(Stream& stream, void* target, int64_t bytes) = 0;
   // Between two places of device memory that do not overlap.
   virtual void Copy(Stream& stream, void* target, const void* source, int64_t bytes) = 0;

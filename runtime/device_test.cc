@@ -312,5 +312,15 @@ TEST(Allocator, PlanModeCountsWithoutMemory) {
   EXPECT_EQ(allocator.peak()[MemoryPurpose::kOptimizer], int64_t{1} << 60);
 }
 
+TEST(CpuDevice, NoBytesAreZeroedAndCopiedFromNowhere) {
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  const auto stream = device->NewStream("stream");
+  device->Zero(*stream, nullptr, 0);
+  device->Copy(*stream, nullptr, nullptr, 0);
+  device->CopyToHost(*stream, nullptr, nullptr, 0);
+  device->CopyFromHost(*stream, nullptr, nullptr, 0);
+  EXPECT_TRUE(stream->Synchronize().ok());
+}
+
 }  // namespace
 }  // namespace dim0

@@ -325,7 +325,7 @@ void CpuDevice::AddRows(Stream& stream, const Tensor& source, const int32_t* row
 void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {
   stream.Enqueue({.name = "zero", .kind = OpKind::kCopy, .bytes = 1.0 * bytes},
                  [=](const OpContext&) {
-                   std::memset(target, 0, bytes);
+                   if (bytes > 0) std::memset(target, 0, bytes);
                    return absl::OkStatus();
                  });
 }
@@ -333,7 +333,7 @@ void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {
 void CpuDevice::Copy(Stream& stream, void* target, const void* source, int64_t bytes) {
   stream.Enqueue({.name = "copy", .kind = OpKind::kCopy, .bytes = 2.0 * bytes},
                  [=](const OpContext&) {
-                   std::memcpy(target, source, bytes);
+                   if (bytes > 0) std::memcpy(target, source, bytes);
                    return absl::OkStatus();
                  });
 }
