@@ -20,6 +20,7 @@
 #include "runtime/allocator.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/median.h"
 
 ABSL_FLAG(int, threads, 1, "threads of the rank");
 ABSL_FLAG(int64_t, batch, 1, "sequences per step");
@@ -51,11 +52,6 @@ class MeteredStream : public Stream {
  private:
   std::unique_ptr<Stream> stream_;
 };
-
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
 
 class Bench {
  public:

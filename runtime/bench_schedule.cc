@@ -33,6 +33,7 @@
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/engine.h"
+#include "runtime/median.h"
 #include "runtime/model.h"
 #include "runtime/op_recorder.h"
 #include "runtime/optimizer.h"
@@ -148,11 +149,6 @@ absl::Status RunRank(ProcessGroup& group, const std::vector<int64_t>& rows, int 
     times.exposed.push_back(report.mean.all.communication - report.mean.all.hidden);
   }
   return absl::OkStatus();
-}
-
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
 }
 
 // Rank 0's times of a model whose units have these rows.

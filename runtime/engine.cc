@@ -154,10 +154,7 @@ absl::Status Engine::Allocate() {
   int64_t largest_gathered = 0, largest_gradient = 0;
   int sharing_gathered = 0, sharing_gradient = 0;
   for (UnitState& state : units_) {
-    int64_t floats = 0;
-    for (const ParameterShard& shard : state.unit.parameters) {
-      floats += Aligned(table_[shard.id].spec.size());
-    }
+    const int64_t floats = WholeFloats(state);
     if (state.stays) {
       DIM0_RETURN_IF_ERROR(
           allocate(MemoryPurpose::kGathered, floats, state.gathered_buffer.buffer));
@@ -175,12 +172,8 @@ absl::Status Engine::Allocate() {
     }
   }
   for (UnitState& state : units_) {
-    int64_t floats = 0;
-    for (const ParameterShard& shard : state.unit.parameters) {
-      floats += Aligned(table_[shard.id].spec.size());
-    }
     const bool ahead = state.stays && options_.prefetch > 0 && largest_gathered > 0;
-    Cut(state, ahead ? (floats + largest_gathered - 1) / largest_gathered : 1);
+    Cut(state, ahead ? (WholeFloats(state) + largest_gathered - 1) / largest_gathered : 1);
   }
   // No more slots than a micro-batch has gathers into them.
   gathered_slots_.resize(
@@ -320,6 +313,14 @@ MemoryUse Engine::LiveBetweenSteps() const {
     }
   }
   return use;
+}
+
+int64_t Engine::WholeFloats(const UnitState& state) const {
+  int64_t floats = 0;
+  for (const ParameterShard& shard : state.unit.parameters) {
+    floats += Aligned(table_[shard.id].spec.size());
+  }
+  return floats;
 }
 
 Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {

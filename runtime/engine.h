@@ -200,6 +200,8 @@ class Engine {
   // Cuts the unit into so many pieces, each with a part of every rank's rows.
   void Cut(UnitState& state, int64_t pieces);
   absl::Status OpenChannels();
+  // Of the buffer in which the whole unit lies as ViewsOf has it.
+  int64_t WholeFloats(const UnitState& state) const;
   Views ViewsOf(const UnitState& state, const Slot& slot) const;
   int64_t UnitBytes(const UnitState& state) const;
 

@@ -20,6 +20,7 @@
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/engine.h"
+#include "runtime/median.h"
 #include "runtime/op_recorder.h"
 #include "tools/flags.h"
 
@@ -111,11 +112,6 @@ absl::StatusOr<double> EmptyOp(bool recorded) {
   }
   DIM0_RETURN_IF_ERROR(stream->Synchronize());
   return absl::ToDoubleMicroseconds(SteadyNow() - begin) / kOps;
-}
-
-double Median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
 }
 
 absl::Status Bench() {

@@ -20,6 +20,7 @@
 #include "optim/rmnp_layouts.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/median.h"
 #include "runtime/op_recorder.h"
 #include "runtime/random.h"
 #include "runtime/sharding.h"
@@ -621,13 +622,6 @@ absl::StatusOr<std::vector<float>> RunRmnp(const ParameterTable& table, int firs
 }
 
 }  // namespace
-
-double Median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  const size_t half = values.size() / 2;
-  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
-}
 
 absl::string_view Name(Scheme scheme) {
   switch (scheme) {

@@ -3,7 +3,6 @@
 #ifndef DIM0_RUNTIME_TRACE_TRACER_H_
 #define DIM0_RUNTIME_TRACE_TRACER_H_
 
-#include <atomic>
 #include <cstdint>
 #include <limits>
 #include <optional>
