@@ -1,0 +1,128 @@
+"""The CUDA Toolkit of this machine, as a Bazel repository; nothing is downloaded or copied.
+
+Looked for in CUDA_HOME, CUDA_PATH, beside the nvcc on PATH, and in the usual places; NCCL there, too, in NCCL_HOME, and
+in the compiler's own search path. defs.bzl of the repository says whether both were found. Where not, the build leaves
+CUDA out, and says so.
+"""
+
+_LIBRARIES = {
+    "cublas": "libcublasLt.so",
+    "cudart": "libcudart.so",
+}
+
+_USUAL_PLACES = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda"]
+
+# Of the toolkit's headers those that programs of ours include, and what these include. The folders named are links, which
+# a sandbox would otherwise have to follow file by file through some 5000 headers of other libraries.
+_HEADERS = [
+    "include/*.h",
+    "include/*.hpp",
+    "include/cccl/nv/**",
+    "include/crt/**",
+    "include/nccl_device/**",
+    "include/nv/**",
+    "include/nvtx3/**",
+]
+
+_LIBRARY = """
+cc_library(
+    name = {name},
+    hdrs = glob({headers}, allow_empty = True),
+    includes = {includes},
+    linkopts = {linkopts},
+    target_compatible_with = {compatible},
+    visibility = ["//visibility:public"],
+)
+"""
+
+def _library(name, headers = [], includes = [], linkopts = [], found = True):
+    return _LIBRARY.format(
+        name = repr(name),
+        headers = repr(headers),
+        includes = repr(includes),
+        linkopts = repr(linkopts),
+        compatible = repr([] if found else ["@platforms//:incompatible"]),
+    )
+
+def _find_toolkit(ctx):
+    """Returns the toolkit's folder, or None and where it was looked for."""
+    named = [ctx.os.environ[name] for name in ["CUDA_HOME", "CUDA_PATH"] if ctx.os.environ.get(name)]
+    nvcc = ctx.which("nvcc")
+    places = named + ([str(nvcc.realpath.dirname.dirname)] if nvcc else []) + _USUAL_PLACES
+    for place in places:
+        if ctx.path(place + "/bin/nvcc").exists and ctx.path(place + "/include/cuda_runtime.h").exists:
+            return place, places
+    return None, places
+
+def _library_dir(ctx, root, library):
+    for folder in ["lib64", "lib", "lib/x86_64-linux-gnu", "lib/aarch64-linux-gnu"]:
+        if ctx.path("/".join([root, folder, library])).exists:
+            return root + "/" + folder
+    return None
+
+def _leave_out(ctx, why):
+    # buildifier: disable=print
+    print("CUDA is left out of this build: " + why)
+    names = ["cudart", "cublas", "nccl", "nvtx"]
+    ctx.file("BUILD.bazel", "".join([_library(name, found = False) for name in names]), executable = False)
+    ctx.file("defs.bzl", "CUDA_FOUND = False\nNVCC = \"\"\nARCHITECTURES = []\n", executable = False)
+
+def _cuda_repository_impl(ctx):
+    root, places = _find_toolkit(ctx)
+    if not root:
+        _leave_out(ctx, "no toolkit in %s; set CUDA_HOME to have it" % ", ".join(places))
+        return
+
+    ctx.symlink(root + "/include", "include")
+    build = ""
+    for name, file in _LIBRARIES.items():
+        folder = _library_dir(ctx, root, file)
+        if not folder:
+            _leave_out(ctx, "%s has no %s; install the toolkit's libraries" % (root, file))
+            return
+        build += _library(
+            name,
+            headers = _HEADERS,
+            includes = ["include"],
+            linkopts = ["-L" + folder, "-Wl,-rpath," + folder, "-l" + file[3:-3]],
+        )
+    build += _library("nvtx", headers = _HEADERS, includes = ["include"], linkopts = ["-ldl"])
+
+    for place in [ctx.os.environ.get("NCCL_HOME"), root, "/usr/local", "/usr"]:
+        folder = _library_dir(ctx, place, "libnccl.so") if place else None
+        if not folder or not ctx.path(place + "/include/nccl.h").exists:
+            continue
+        includes = []
+        if place not in ["/usr", "/usr/local", root]:
+            ctx.symlink(place + "/include", "nccl_include")
+            includes = ["nccl_include"]
+        build += _library(
+            "nccl",
+            headers = _HEADERS + [folder + "/**" for folder in includes],
+            includes = ["include"] + includes,
+            linkopts = ["-L" + folder, "-Wl,-rpath," + folder, "-lnccl"],
+        )
+        break
+    if "libnccl" not in build and "-lnccl" not in build:
+        _leave_out(ctx, "there is no NCCL in %s or the system's folders; install libnccl-dev or set NCCL_HOME" % root)
+        return
+
+    # What this nvcc can make code for: 12.x knows fewer than 13.0.
+    codes = ctx.execute([root + "/bin/nvcc", "--list-gpu-code"])
+    if codes.return_code != 0:
+        _leave_out(ctx, "%s/bin/nvcc does not run: %s" % (root, codes.stderr.strip()))
+        return
+    architectures = [code[len("sm_"):] for code in codes.stdout.split() if code.startswith("sm_")]
+    ctx.file("BUILD.bazel", build, executable = False)
+    ctx.file(
+        "defs.bzl",
+        "CUDA_FOUND = True\nNVCC = {}\nARCHITECTURES = {}\n".format(repr(root + "/bin/nvcc"), repr(architectures)),
+        executable = False,
+    )
+
+cuda_repository = repository_rule(
+    implementation = _cuda_repository_impl,
+    configure = True,
+    environ = ["CUDA_HOME", "CUDA_PATH", "NCCL_HOME", "PATH"],
+    local = True,
+)
