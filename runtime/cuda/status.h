@@ -9,8 +9,8 @@
 
 namespace dim0::cuda {
 
-// "WHAT: CUDA's name and description of the error", ResourceExhausted where memory ran out, Internal
-// otherwise.
+// "WHAT: CUDA's name and description of the error", ResourceExhausted where memory ran out,
+// Internal otherwise.
 absl::Status ToStatus(cudaError_t error, absl::string_view what);
 
 }  // namespace dim0::cuda
