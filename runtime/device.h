@@ -6,18 +6,28 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "collectives/process_group.h"
 #include "runtime/op_recorder.h"
 #include "runtime/stream.h"
 #include "runtime/tensor.h"
 
 namespace dim0 {
 
-enum class Backend : uint8_t { kCpu };
+enum class Backend : uint8_t { kCpu, kCuda };
+
+// Which of two streams that both have work goes first, where the device can choose.
+enum class StreamPriority : uint8_t { kNormal, kHigh };
+
+struct AvailableMemory {
+  int64_t bytes = 0;
+  bool of_each_rank = false;  // each rank of this process has so much; otherwise all together
+};
 
 // When allocated memory takes up room.
 enum class Residency : uint8_t {
@@ -31,7 +41,11 @@ class Device {
 
   virtual Backend backend() const = 0;
 
-  virtual std::unique_ptr<Stream> NewStream(absl::string_view name) = 0;
+  // Collectives want high priority: others wait for what they bring.
+  virtual std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) = 0;
+  std::unique_ptr<Stream> NewStream(absl::string_view name) {
+    return NewStream(name, StreamPriority::kNormal);
+  }
 
   // Streams made from now on report their ops to `recorder`, which outlives them; null: to nobody.
   void SetRecorder(OpRecorder* recorder) { recorder_ = recorder; }
@@ -41,9 +55,9 @@ class Device {
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;
   virtual void Free(void* data, int64_t bytes) = 0;
 
-  // Bytes that all ranks of this process may still allocate on this device together, when `threads`
-  // threads of theirs compute. ResourceExhausted, with advice, if so many cannot even start.
-  virtual absl::StatusOr<int64_t> AvailableBytes(int threads) const = 0;
+  // What the ranks of this process may still allocate when `threads` threads of theirs compute.
+  // ResourceExhausted, with advice, if so many cannot even start.
+  virtual absl::StatusOr<AvailableMemory> Available(int threads) const = 0;
 
   // The float32 matrix-product rate in FLOP/s of this rank's threads, over about `duration`, on
   // square matrices that exceed the caches. Blocks.
@@ -102,9 +116,21 @@ class Device {
   OpRecorder* recorder_ = nullptr;
 };
 
-// `threads`: how many threads this rank's kernels run on, the stream's own included.
+// `threads`: how many threads this rank's kernels run on, the stream's own included. `ordinal`: of
+// several devices of the kind, which; on a CPU there is one. Errors: InvalidArgument; Unavailable
+// where CheckBackend is not OK.
 absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads,
-                                                     Residency residency = Residency::kAtOnce);
+                                                     Residency residency = Residency::kAtOnce,
+                                                     int ordinal = 0);
+
+// Whether this build and this machine have the backend; if not, in one line, why, and what to do.
+absl::Status CheckBackend(Backend backend);
+
+// One process group for each of `ranks` ranks that are threads of this process, in rank order,
+// whose communicators reach the memory of the backend's devices: rank r's is CreateDevice(...,
+// ordinal r). Errors: as CreateThreadRanks', or the backend's.
+absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateLocalRanks(
+    Backend backend, int ranks, const ProcessGroupOptions& options);
 
 }  // namespace dim0
 

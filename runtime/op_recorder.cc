@@ -68,14 +68,17 @@ void OpRecorder::Clear() {
   first_lost_step_ = std::numeric_limits<int64_t>::max();
 }
 
+absl::string_view RecordedUnit::current() { return current_unit; }
+
 RecordedUnit::RecordedUnit(OpRecorder* recorder, absl::string_view unit, Phase phase)
-    : recorder_(recorder) {
+    : recorder_(recorder), outer_(std::exchange(current_unit, unit)) {
   if (recorder_ == nullptr) return;
   outer_unit_ = std::exchange(recorder_->unit_, recorder_->Intern(unit));
   outer_phase_ = std::exchange(recorder_->phase_, phase);
 }
 
 RecordedUnit::~RecordedUnit() {
+  current_unit = outer_;
   if (recorder_ == nullptr) return;
   recorder_->unit_ = outer_unit_;
   recorder_->phase_ = outer_phase_;

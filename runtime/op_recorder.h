@@ -154,8 +154,9 @@ class OpRecorder {
   std::vector<std::unique_ptr<StreamRecord>> streams_;
 };
 
-// While it lives, ops that this thread enqueues are recorded as this unit's work, in this phase.
-// Nests: the innermost counts. `recorder` may be null.
+// While it lives, ops that this thread enqueues are this unit's work, in this phase: they are
+// recorded so, and errors may name it. Nests: the innermost counts. `recorder` may be null; `unit`
+// outlives this.
 class RecordedUnit {
  public:
   RecordedUnit(OpRecorder* recorder, absl::string_view unit, Phase phase);
@@ -163,8 +164,12 @@ class RecordedUnit {
   RecordedUnit(const RecordedUnit&) = delete;
   RecordedUnit& operator=(const RecordedUnit&) = delete;
 
+  // This thread's; empty if there is none.
+  static absl::string_view current();
+
  private:
   OpRecorder* const recorder_;
+  const absl::string_view outer_;
   const std::string* outer_unit_ = nullptr;
   Phase outer_phase_ = Phase::kNone;
 };

@@ -238,8 +238,9 @@ constexpr Scheme kSweepSchemes[] = {Scheme::kRmnpRows, Scheme::kMuonRedundant};
 absl::Status CheckMemory(const Setup& setup) {
   const OptimizerBenchOptions& options = setup.options;
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(Backend::kCpu, 1));
-  DIM0_ASSIGN_OR_RETURN(const int64_t available,
-                        device->AvailableBytes(options.ranks * options.threads_per_rank));
+  DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
+                        device->Available(options.ranks * options.threads_per_rank));
+  const int64_t available = memory.bytes;
   const auto fits = [&](absl::string_view what, int64_t needed,
                         absl::string_view advice) -> absl::Status {
     if (needed <= available) return absl::OkStatus();

@@ -399,16 +399,20 @@ absl::StatusOr<Setup> SetupFromFlags() {
   return setup;
 }
 
-int64_t TotalBytes(const std::vector<MemoryUse>& plan) {
-  int64_t bytes = 0;
-  for (const MemoryUse& rank : plan) bytes += rank.total();
-  return bytes;
+// What must fit into `memory`: the fullest rank's bytes, or all ranks' together.
+int64_t NeededBytes(const std::vector<MemoryUse>& plan, const AvailableMemory& memory) {
+  int64_t all = 0, most = 0;
+  for (const MemoryUse& rank : plan) {
+    all += rank.total();
+    most = std::max(most, rank.total());
+  }
+  return memory.of_each_rank ? most : all;
 }
 
-absl::StatusOr<int64_t> PlannedBytes(const Setup& setup) {
+absl::StatusOr<int64_t> PlannedBytes(const Setup& setup, const AvailableMemory& memory) {
   DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
                         PlanMemory(setup.trainer, setup.MakeWorkload()));
-  return TotalBytes(plan);
+  return NeededBytes(plan, memory);
 }
 
 // Prints the predicted memory; refuses a run that does not fit, with changes of flags that would
@@ -420,9 +424,10 @@ absl::Status CheckMemory(const Setup& setup) {
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                         CreateDevice(setup.trainer.backend, 1));
   DIM0_ASSIGN_OR_RETURN(
-      const int64_t available,
-      device->AvailableBytes(setup.trainer.ranks * setup.trainer.threads_per_rank));
-  const int64_t needed = TotalBytes(plan);
+      const AvailableMemory memory,
+      device->Available(setup.trainer.ranks * setup.trainer.threads_per_rank));
+  const int64_t available = memory.bytes;
+  const int64_t needed = NeededBytes(plan, memory);
   if (needed <= available) return absl::OkStatus();
 
   // Each change alone; else as many together, the cheapest for speed first, as it takes.
@@ -442,12 +447,12 @@ absl::Status CheckMemory(const Setup& setup) {
   for (const auto& [flag, change] : changes) {
     Setup alone = setup;
     change(alone);
-    DIM0_ASSIGN_OR_RETURN(const int64_t alone_bytes, PlannedBytes(alone));
+    DIM0_ASSIGN_OR_RETURN(const int64_t alone_bytes, PlannedBytes(alone, memory));
     if (alone_bytes <= available) fitting.push_back(flag);
     if (together_bytes <= available) continue;
     Setup added = together;
     change(added);
-    DIM0_ASSIGN_OR_RETURN(const int64_t added_bytes, PlannedBytes(added));
+    DIM0_ASSIGN_OR_RETURN(const int64_t added_bytes, PlannedBytes(added, memory));
     if (added_bytes >= together_bytes) continue;
     together = added;
     together_bytes = added_bytes;
@@ -462,8 +467,9 @@ absl::Status CheckMemory(const Setup& setup) {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
   return absl::ResourceExhaustedError(
-      absl::StrFormat("the run needs %.1f GiB in all and %.1f GiB are available; %s",
-                      needed / 1073741824.0, available / 1073741824.0, advice));
+      absl::StrFormat("the run needs %.1f GiB %s and %.1f GiB are available; %s",
+                      needed / 1073741824.0, memory.of_each_rank ? "on a rank's device" : "in all",
+                      available / 1073741824.0, advice));
 }
 
 absl::StatusOr<TrainingSummary> Run(const Setup& setup) {

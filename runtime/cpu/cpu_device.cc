@@ -148,7 +148,7 @@ double MedianSeconds(const std::function<void()>& body, absl::Duration duration)
 
 CpuDevice::CpuDevice(int threads, Residency residency) : pool_(threads), residency_(residency) {}
 
-std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name) {
+std::unique_ptr<Stream> CpuDevice::NewStream(absl::string_view name, StreamPriority /*priority*/) {
   return std::make_unique<CpuStream>(name, RecordOf(name));
 }
 
@@ -176,12 +176,12 @@ absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
 
 void CpuDevice::Free(void* data, int64_t bytes) { munmap(data, bytes); }
 
-absl::StatusOr<int64_t> CpuDevice::AvailableBytes(int threads) const {
+absl::StatusOr<AvailableMemory> CpuDevice::Available(int threads) const {
   absl::StatusOr<int64_t> machine = MachineAvailable();
   if (!machine.ok()) return machine.status();
   absl::StatusOr<int64_t> addresses = AddressSpaceAvailable(threads);
   if (!addresses.ok()) return addresses.status();
-  return std::min({*machine, CgroupAvailable(), *addresses});
+  return AvailableMemory{.bytes = std::min({*machine, CgroupAvailable(), *addresses})};
 }
 
 double CpuDevice::MeasureMatMulRate(absl::Duration duration) {

@@ -18,11 +18,12 @@ class CpuDevice : public Device {
   ThreadPool& pool() { return pool_; }
 
   Backend backend() const override { return Backend::kCpu; }
-  std::unique_ptr<Stream> NewStream(absl::string_view name) override;
+  using Device::NewStream;
+  std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   // The least of the machine's available memory and what the cgroup leaves.
-  absl::StatusOr<int64_t> AvailableBytes(int threads) const override;
+  absl::StatusOr<AvailableMemory> Available(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
   absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;

@@ -88,7 +88,7 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
                    align_d,
                    p.beta != 0,
                    p.added != nullptr,
-                   0};
+                   p.a_row_length};
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second.get();
 
   auto plan = std::make_unique<Plan>();
@@ -110,11 +110,12 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
     DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n));
   }
 
-  const auto layout = [&](cublasLtMatrixLayout_t* made, DType type, int64_t rows,
-                          int64_t cols) -> absl::Status {
+  const auto layout = [&](cublasLtMatrixLayout_t* made, DType type, int64_t rows, int64_t cols,
+                          int64_t row_length = 0) -> absl::Status {
     // Rows and columns of the row-major matrix.
+    if (row_length == 0) row_length = cols;
     DIM0_RETURN_IF_ERROR(
-        ToStatus(cublasLtMatrixLayoutCreate(made, CudaType(type), cols, rows, cols), kWhat));
+        ToStatus(cublasLtMatrixLayoutCreate(made, CudaType(type), cols, rows, row_length), kWhat));
     if (p.batch == 1) return absl::OkStatus();
     const auto count = static_cast<int32_t>(p.batch);
     const int64_t stride = rows * cols;
@@ -127,8 +128,8 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
                                          &stride, sizeof(stride)),
         kWhat);
   };
-  DIM0_RETURN_IF_ERROR(
-      layout(&plan->a, p.type, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k));
+  DIM0_RETURN_IF_ERROR(layout(&plan->a, p.type, p.transpose_a ? p.k : p.m,
+                              p.transpose_a ? p.m : p.k, p.a_row_length));
   DIM0_RETURN_IF_ERROR(
       layout(&plan->b, p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n));
   DIM0_RETURN_IF_ERROR(layout(&plan->c, p.c_type, p.m, p.n));

@@ -30,6 +30,7 @@ struct Product {
   const void* b = nullptr;
   void* c = nullptr;
   const void* added = nullptr;  // [m, n] of c_type, c itself if null; not read with beta 0
+  int64_t a_row_length = 0;     // elements from one row of `a` to the next; 0: they have no gaps
   // So many products; the matrices of each kind lie one after another. Nothing below with more than
   // one.
   int64_t batch = 1;

@@ -1,0 +1,20 @@
+// A build without CUDA.
+
+#include "runtime/cuda/cuda_backend.h"
+
+namespace dim0::cuda {
+
+absl::Status CheckCuda() {
+  return absl::UnavailableError(
+      "this build has no CUDA: install the CUDA Toolkit and NCCL, set CUDA_HOME and build again; "
+      "--device=cpu runs without");
+}
+
+absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int /*ordinal*/) { return CheckCuda(); }
+
+absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateCudaRanks(
+    int /*ranks*/, const ProcessGroupOptions& /*options*/) {
+  return CheckCuda();
+}
+
+}  // namespace dim0::cuda
