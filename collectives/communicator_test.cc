@@ -1140,6 +1140,26 @@ TEST_P(CommunicatorTest, AChannelIsOpenedOncePerRank) {
   });
 }
 
+TEST_P(CommunicatorTest, AHostChannelIsAChannelOfItsOwnOverHostMemory) {
+  RunRanks(GetParam(), 3, kPatience, [](std::unique_ptr<ProcessGroup> group) {
+    std::unique_ptr<Communicator> first = OpenOrDie(*group, "a");
+    absl::StatusOr<std::unique_ptr<Communicator>> host = group->OpenHost("host");
+    ASSERT_TRUE(host.ok()) << host.status();
+    EXPECT_EQ((*host)->name(), "host");
+    const int64_t mine = group->rank() + 1;
+    std::vector<int64_t> all(3);
+    const std::vector<int64_t> counts(3, 1);
+    const AllGatherPart part{&mine, all.data(), counts};
+    ASSERT_EQ((*host)->AllGather(Call("u"), DType::kInt64, {&part, 1}), absl::OkStatus());
+    EXPECT_THAT(all, testing::ElementsAre(1, 2, 3));
+    EXPECT_EQ(group->ledger().bytes(Purpose::kParameter), 2 * 8);
+    EXPECT_EQ(group->OpenHost("host").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(group->OpenHost("a").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(group->Open("host").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ((*host)->Barrier(Call("all have looked at theirs")), absl::OkStatus());
+  });
+}
+
 TEST(CreateThreadRanksTest, RefusesAWorldWithoutRanksAndATimeoutThatIsNotPositive) {
   for (int world_size : {0, -1}) {
     const absl::Status status = CreateThreadRanks(world_size, {}).status();

@@ -35,9 +35,13 @@ class ProcessGroup {
   virtual int world_size() const = 0;
 
   // Opens the channel called `name`. Every rank opens the same names, each name once; channels are
-  // independent of each other, so each stream that communicates has its own. Never blocks. Errors:
-  // AlreadyExists.
+  // independent of each other, so each stream that communicates has its own. Never blocks. Its
+  // buffers are in the memory that the ranks compute in. Errors: AlreadyExists.
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Open(absl::string_view name) = 0;
+
+  // The same for buffers that are in host memory whatever the ranks compute in, for small exchanges
+  // between the ranks' hosts: a call returns when its result is there. Both kinds share the names.
+  virtual absl::StatusOr<std::unique_ptr<Communicator>> OpenHost(absl::string_view name) = 0;
 
   // Makes every pending and later collective of every rank fail with `why` (the first reason given
   // wins). A rank that fails elsewhere calls this so that the others do not wait for the deadline.

@@ -389,6 +389,11 @@ class ThreadProcessGroup final : public ProcessGroup {
     return std::make_unique<ThreadCommunicator>(world_, &channel, rank_);
   }
 
+  // The ranks' memory is the host's.
+  absl::StatusOr<std::unique_ptr<Communicator>> OpenHost(absl::string_view name) override {
+    return Open(name);
+  }
+
   void Abort(const absl::Status& why) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
     if (!world_->aborted.ok()) return;
