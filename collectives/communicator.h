@@ -25,6 +25,7 @@
 #define DIM0_COLLECTIVES_COMMUNICATOR_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -156,14 +157,14 @@ class Communicator {
   absl::Status Barrier(const CallInfo& call);
 
  protected:
-  // `ledger` and `link` are the rank's and outlive the communicator; `link` may be null. With a
-  // link a call returns no sooner than its bytes would have passed over it, counted from
-  // AllArrived().
-  Communicator(std::string name, int rank, int world_size, ByteLedger* ledger, Link* link = nullptr)
+  // `link` outlives the communicator and may be null. With a link a call returns no sooner than its
+  // bytes would have passed over it, counted from AllArrived().
+  Communicator(std::string name, int rank, int world_size, std::shared_ptr<ByteLedger> ledger,
+               Link* link = nullptr)
       : name_(std::move(name)),
         rank_(rank),
         world_size_(world_size),
-        ledger_(ledger),
+        ledger_(std::move(ledger)),
         link_(link) {}
 
   // A backend whose ranks meet on the host calls this in every call as soon as all have entered it.
@@ -230,7 +231,7 @@ class Communicator {
   const std::string name_;
   const int rank_;
   const int world_size_;
-  ByteLedger* const ledger_;
+  const std::shared_ptr<ByteLedger> ledger_;
   Link* const link_;
   absl::Time met_ = absl::InfinitePast();  // when all ranks had entered the call
   int64_t sending_ = 0;                    // bytes that the call sends

@@ -925,6 +925,7 @@ TEST_P(CommunicatorTest, AbortWakesTheWaitersOfEveryChannelAndFailsLaterCalls) {
     }
     EXPECT_EQ(a->Barrier(Call("u")), reason);
     EXPECT_EQ(OpenOrDie(*group, "opened later")->Barrier(Call("u")), reason);
+    EXPECT_EQ(group->Health(), reason);
     ++done;
     while (done < 3) absl::SleepFor(absl::Milliseconds(1));  // leaving is another test's matter
   });
@@ -1137,6 +1138,40 @@ TEST_P(CommunicatorTest, AChannelIsOpenedOncePerRank) {
     EXPECT_EQ(again.code(), absl::StatusCode::kAlreadyExists);
     EXPECT_THAT(std::string(again.message()), HasSubstr("channel 'a'"));
     EXPECT_EQ(first->Barrier(Call("u")), absl::OkStatus()) << "the first one still works";
+  });
+}
+
+TEST_P(CommunicatorTest, AHostChannelIsAChannelOfItsOwnOverHostMemory) {
+  RunRanks(GetParam(), 3, kPatience, [](std::unique_ptr<ProcessGroup> group) {
+    std::unique_ptr<Communicator> first = OpenOrDie(*group, "a");
+    absl::StatusOr<std::unique_ptr<Communicator>> host = group->OpenHost("host");
+    ASSERT_TRUE(host.ok()) << host.status();
+    EXPECT_EQ((*host)->name(), "host");
+    const int64_t mine = group->rank() + 1;
+    std::vector<int64_t> all(3);
+    const std::vector<int64_t> counts(3, 1);
+    const AllGatherPart part{&mine, all.data(), counts};
+    ASSERT_EQ((*host)->AllGather(Call("u"), DType::kInt64, {&part, 1}), absl::OkStatus());
+    EXPECT_THAT(all, testing::ElementsAre(1, 2, 3));
+    EXPECT_EQ(group->Health(), absl::OkStatus());
+    EXPECT_EQ(group->ledger().bytes(Purpose::kParameter), 2 * 8);
+    EXPECT_EQ(group->OpenHost("host").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(group->OpenHost("a").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ(group->Open("host").status().code(), absl::StatusCode::kAlreadyExists);
+    EXPECT_EQ((*host)->Barrier(Call("all have looked at theirs")), absl::OkStatus());
+  });
+}
+
+TEST_P(CommunicatorTest, AHostChannelsBytesAreEnteredInTheLedgerItIsGiven) {
+  RunRanks(GetParam(), 2, kPatience, [](std::unique_ptr<ProcessGroup> group) {
+    const auto ledger = std::make_shared<ByteLedger>();
+    absl::StatusOr<std::unique_ptr<Communicator>> host = group->OpenHost("host", ledger);
+    ASSERT_TRUE(host.ok()) << host.status();
+    uint8_t data = 0;
+    ASSERT_EQ((*host)->Broadcast(Call("u"), DType::kByte, &data, 1, 0), absl::OkStatus());
+    EXPECT_EQ(ledger->bytes(Purpose::kParameter), 1);
+    EXPECT_EQ(group->ledger().calls(Purpose::kParameter), 0);
+    EXPECT_EQ((*host)->Barrier(Call("all have looked at theirs")), absl::OkStatus());
   });
 }
 

@@ -35,15 +35,30 @@ class ProcessGroup {
   virtual int world_size() const = 0;
 
   // Opens the channel called `name`. Every rank opens the same names, each name once; channels are
-  // independent of each other, so each stream that communicates has its own. Never blocks. Errors:
-  // AlreadyExists.
+  // independent of each other, so each stream that communicates has its own. Never blocks. Its
+  // buffers are in the memory that the ranks compute in. Errors: AlreadyExists.
   virtual absl::StatusOr<std::unique_ptr<Communicator>> Open(absl::string_view name) = 0;
+
+  // The same for buffers that are in host memory whatever the ranks compute in, for small exchanges
+  // between the ranks' hosts: a call returns when its result is there. Both kinds share the names.
+  absl::StatusOr<std::unique_ptr<Communicator>> OpenHost(absl::string_view name) {
+    return OpenHost(name, nullptr);
+  }
+  // With `ledger` the channel's bytes are entered there and not in the rank's ledger: for what one
+  // backend does with another's channels.
+  virtual absl::StatusOr<std::unique_ptr<Communicator>> OpenHost(
+      absl::string_view name, std::shared_ptr<ByteLedger> ledger) = 0;
 
   // Makes every pending and later collective of every rank fail with `why` (the first reason given
   // wins). A rank that fails elsewhere calls this so that the others do not wait for the deadline.
   // A call that every rank has already entered may still complete. `why` must be an error.
   // Thread-safe.
   virtual void Abort(const absl::Status& why) = 0;
+
+  // The error that has failed the whole group, if any. Where collectives are asynchronous, one that
+  // its stream has passed may have been given up on: who waits for a stream asks for the group's
+  // health afterwards, before the results are used. Thread-safe.
+  virtual absl::Status Health() = 0;
 
   // Bytes sent by this rank over all its communicators. Thread-safe.
   virtual const ByteLedger& ledger() const = 0;

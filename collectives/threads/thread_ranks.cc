@@ -25,10 +25,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "collectives/call_errors.h"
 #include "collectives/communicator.h"
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
@@ -94,15 +94,14 @@ const char* At(const void* data, DType dtype, int64_t element) {
   return static_cast<const char*>(data) + element * SizeOf(dtype);
 }
 
-// "rank 2" or "ranks 2, 3".
-std::string RanksText(absl::Span<const int> ranks) {
-  return absl::StrCat(ranks.size() == 1 ? "rank " : "ranks ", absl::StrJoin(ranks, ", "));
-}
-
 class ThreadCommunicator final : public Communicator {
  public:
-  ThreadCommunicator(std::shared_ptr<World> world, Channel* channel, int rank)
-      : Communicator(channel->name, rank, world->size, &world->ledgers[rank],
+  // `ledger`: the rank's if null.
+  ThreadCommunicator(std::shared_ptr<World> world, Channel* channel, int rank,
+                     std::shared_ptr<ByteLedger> ledger)
+      : Communicator(channel->name, rank, world->size,
+                     ledger != nullptr ? std::move(ledger)
+                                       : std::shared_ptr<ByteLedger>(world, &world->ledgers[rank]),
                      world->links.empty() ? nullptr : &world->links[rank]),
         world_(std::move(world)),
         channel_(*channel) {}
@@ -239,10 +238,7 @@ class ThreadCommunicator final : public Communicator {
         const int64_t sent = Offered(from).send[to].count;
         const int64_t expected = Offered(to).recv[from].count;
         if (sent != expected) {
-          return absl::FailedPreconditionError(
-              absl::StrCat(fingerprint.text, " as call ", fingerprint.sequence, " on channel '",
-                           name(), "': rank ", from, " sends ", sent, " elements to rank ", to,
-                           ", which expects ", expected, " from it"));
+          return LengthsError(Name(fingerprint), from, to, sent, expected);
         }
       }
     }
@@ -314,9 +310,7 @@ class ThreadCommunicator final : public Communicator {
     if (!world_->aborted.ok()) return world_->aborted;
     // The first to leave is the one with a story to tell; others leave because of it.
     if (channel_.left.empty()) return absl::OkStatus();
-    return absl::UnavailableError(absl::StrCat(
-        fingerprint.text, " as call ", fingerprint.sequence, " on channel '", name(), "': rank ",
-        channel_.left.front(), " has left; look for the error on that rank"));
+    return LeftError(Name(fingerprint), channel_.left.front());
   }
 
   // All who arrived before agree with one another, so one comparison will do.
@@ -326,13 +320,8 @@ class ThreadCommunicator final : public Communicator {
       if (r == rank() || !other.present) continue;
       const Offer& own = channel_.offers[rank()];
       if (own.text == other.text && own.sequence == other.sequence) break;
-      const int low = std::min(r, rank()), high = std::max(r, rank());
-      const auto called = [&](int rank) {
-        return absl::StrCat("rank ", rank, " called ", channel_.offers[rank].text, " as call ",
-                            channel_.offers[rank].sequence, " on channel '", name(), "'");
-      };
-      return absl::FailedPreconditionError(absl::StrCat(
-          called(low), ", ", called(high), "; every rank must make the same calls in one order"));
+      return DisagreementError(rank(), {own.text, own.sequence, name()}, r,
+                               {other.text, other.sequence, name()});
     }
     return absl::OkStatus();
   }
@@ -342,11 +331,11 @@ class ThreadCommunicator final : public Communicator {
     for (int r = 0; r < world_size(); ++r) {
       if (!channel_.offers[r].present) missing.push_back(r);
     }
-    return absl::DeadlineExceededError(
-        absl::StrCat(fingerprint.text, " as call ", fingerprint.sequence, " on channel '", name(),
-                     "': ", RanksText(missing), " did not arrive; rank ", rank(), " waited ",
-                     absl::FormatDuration(world_->timeout),
-                     " (find out what held up the others, or allow a longer timeout)"));
+    return MissingError(Name(fingerprint), missing, rank(), world_->timeout);
+  }
+
+  CallName Name(const Fingerprint& fingerprint) const {
+    return {fingerprint.text, fingerprint.sequence, name()};
   }
 
   // What rank r offers to the call under way. No lock: nobody changes an offer before all ranks
@@ -375,27 +364,32 @@ class ThreadProcessGroup final : public ProcessGroup {
   int world_size() const override { return world_->size; }
   const ByteLedger& ledger() const override { return world_->ledgers[rank_]; }
 
+  // The ranks' memory is the host's.
   absl::StatusOr<std::unique_ptr<Communicator>> Open(absl::string_view name) override {
+    return OpenHost(name, nullptr);
+  }
+
+  absl::StatusOr<std::unique_ptr<Communicator>> OpenHost(
+      absl::string_view name, std::shared_ptr<ByteLedger> ledger) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
     Channel& channel =
         world_->channels.try_emplace(std::string(name), name, world_->size, world_->left)
             .first->second;
-    if (channel.opened[rank_]) {
-      return absl::AlreadyExistsError(
-          absl::StrCat("rank ", rank_, " opened channel '", name,
-                       "' before; a channel is opened once, so choose another name"));
-    }
+    if (channel.opened[rank_]) return OpenedBeforeError(rank_, name);
     channel.opened[rank_] = true;
-    return std::make_unique<ThreadCommunicator>(world_, &channel, rank_);
+    return std::make_unique<ThreadCommunicator>(world_, &channel, rank_, std::move(ledger));
   }
 
   void Abort(const absl::Status& why) override {
     std::lock_guard<std::mutex> lock(world_->mutex);
     if (!world_->aborted.ok()) return;
-    world_->aborted =
-        why.ok() ? absl::AbortedError(absl::StrCat("rank ", rank_, " aborted without a reason"))
-                 : why;
+    world_->aborted = AbortReason(rank_, why);
     for (auto& [name, channel] : world_->channels) channel.changed.notify_all();
+  }
+
+  absl::Status Health() override {
+    std::lock_guard<std::mutex> lock(world_->mutex);
+    return world_->aborted;
   }
 
  private:
@@ -411,11 +405,7 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateThreadRanks(
     return absl::InvalidArgumentError(
         absl::StrCat("cannot create ", world_size, " ranks; there must be at least 1"));
   }
-  if (options.timeout <= absl::ZeroDuration()) {
-    return absl::InvalidArgumentError(absl::StrCat("the ranks' timeout is ",
-                                                   absl::FormatDuration(options.timeout),
-                                                   "; it must be longer than 0"));
-  }
+  if (absl::Status timeout = CheckTimeout(options.timeout); !timeout.ok()) return timeout;
   auto world = std::make_shared<World>(world_size, options);
   std::vector<std::unique_ptr<ProcessGroup>> groups;
   for (int r = 0; r < world_size; ++r) {
