@@ -18,7 +18,7 @@ namespace dim0::cuda {
 
 // Bytes that a `workspace` below has, aligned to 8. Launches that may run at the same time must not
 // share one; on one stream they may. Its contents do not matter.
-inline constexpr int64_t kSumWorkspaceBytes = 8192;
+inline constexpr int64_t kSumWorkspaceBytes = 32832;
 
 // *result = sum of x[i]^2, in float64.
 cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, void* workspace,
