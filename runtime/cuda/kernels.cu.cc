@@ -35,13 +35,6 @@ __device__ __forceinline__ void ForEachQuad(int64_t size, Body body) {
   }
 }
 
-// The sum of `count` doubles; every thread gets it.
-__device__ double SumOf(const double* values, int count) {
-  double sum = 0;
-  for (int i = threadIdx.x; i < count; i += blockDim.x) sum += values[i];
-  return BlockSum(sum);
-}
-
 // Every thread of a block of whole warps gets the largest value; NaN counts as nothing.
 __device__ float BlockMax(float value) {
   __shared__ float largest[kWarpSize];
@@ -89,16 +82,16 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     AddPartialSumsKernel(const double* partial, int count, double* result) {
-  const double sum = SumOf(partial, count);
+  double sum = 0;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
+  sum = BlockSum(sum);
   if (threadIdx.x == 0) *result = sum;
 }
 
 template <typename X, typename Out>
 __global__ void __launch_bounds__(kThreads)
-    NormalizeKernel(const X* x, int64_t size, double length, const double* partial, int count,
-                    Out* out) {
-  const double squares = SumOf(partial, count);
-  const double factor = squares > 0 ? length / sqrt(squares) : 0;
+    NormalizeKernel(const X* x, int64_t size, double length, const double* squares, Out* out) {
+  const double factor = *squares > 0 ? length / sqrt(*squares) : 0;
   const bool aligned_x = IsQuadAligned(x), aligned_out = IsQuadAligned(out);
   ForEachQuad(size, [&](int64_t i) {
     float v[kQuad];
