@@ -12,6 +12,9 @@ namespace dim0::cuda {
 
 enum class ElementType : uint8_t { kFloat32, kBFloat16 };
 
+// Bytes per element.
+constexpr int64_t SizeOf(ElementType type) { return type == ElementType::kBFloat16 ? 2 : 4; }
+
 // Returns body(tag), where tag's `type` is float or __nv_bfloat16: a kernel's template argument.
 template <typename Body>
 auto WithElementType(ElementType type, Body body) {

@@ -20,7 +20,11 @@ constexpr int64_t kMostBlocks = 16384;
 // The same where every block leaves a partial sum. It is one number for all GPUs, so that sums do
 // not depend on the GPU.
 constexpr int64_t kMostSums = 4096;
-static_assert((kMostSums + 1) * sizeof(double) <= kSumWorkspaceBytes);
+// Of several matrices, each has fewer, so that the sums of so many are made at once. A matrix' sum
+// does not depend on how many there are.
+constexpr int64_t kMatricesAtOnce = 8;
+constexpr int64_t kMostSumsOfMatrix = kMostSums / kMatricesAtOnce;
+static_assert((kMostSums + kMatricesAtOnce) * sizeof(double) == kSumWorkspaceBytes);
 
 int BlocksFor(int64_t size, int64_t most) {
   return static_cast<int>(std::min(most, CeilDivide(size, int64_t{kThreads} * kQuad)));
@@ -46,9 +50,11 @@ __device__ float BlockMax(float value) {
   return WarpMax(lane < warps ? largest[lane] : 0.0f);
 }
 
+// Of gridDim.y arrays that lie one after another.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     SumOfSquaresKernel(const T* x, int64_t size, double* partial) {
+  x += blockIdx.y * size;
   const bool aligned = IsQuadAligned(x);
   double sum = 0;
   ForEachQuad(size, [&](int64_t i) {
@@ -58,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     for (const float value : v) sum = fma(double{value}, double{value}, sum);
   });
   sum = BlockSum(sum);
-  if (threadIdx.x == 0) partial[blockIdx.x] = sum;
+  if (threadIdx.x == 0) partial[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = sum;
 }
 
 template <typename A, typename B>
@@ -80,18 +86,23 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
+// A block adds `count` sums to a result.
 __global__ void __launch_bounds__(kThreads)
-    AddPartialSumsKernel(const double* partial, int count, double* result) {
+    AddPartialSumsKernel(const double* partial, int count, double* results) {
+  partial += int64_t{blockIdx.x} * count;
   double sum = 0;
   for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
   sum = BlockSum(sum);
-  if (threadIdx.x == 0) *result = sum;
+  if (threadIdx.x == 0) results[blockIdx.x] = sum;
 }
 
 template <typename X, typename Out>
 __global__ void __launch_bounds__(kThreads)
     NormalizeKernel(const X* x, int64_t size, double length, const double* squares, Out* out) {
-  const double factor = *squares > 0 ? length / sqrt(*squares) : 0;
+  x += blockIdx.y * size;
+  out += blockIdx.y * size;
+  const double sum = squares[blockIdx.y];
+  const double factor = sum > 0 ? length / sqrt(sum) : 0;
   const bool aligned_x = IsQuadAligned(x), aligned_out = IsQuadAligned(out);
   ForEachQuad(size, [&](int64_t i) {
     float v[kQuad];
@@ -233,10 +244,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t LaunchAddPartialSums(const void* workspace, int blocks, double* result,
-                                 cudaStream_t stream) {
-  return Launch(AddPartialSumsKernel, 1, kThreads, 0, stream, static_cast<const double*>(workspace),
-                blocks, result);
+// Sets results[i] to the sum of squares of array i of `count`, of `size` elements each, which lie
+// one after another; each sum made of up to `most` others. count * most sums fit in `workspace`.
+cudaError_t LaunchSums(ElementType type, const void* x, int64_t size, int count, int64_t most,
+                       void* workspace, double* results, cudaStream_t stream) {
+  const int blocks = BlocksFor(size, most);
+  auto* const partial = static_cast<double*>(workspace);
+  if (size > 0) {
+    const cudaError_t error = WithElementType(type, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      return Launch(SumOfSquaresKernel<T>, dim3(blocks, count), kThreads, 0, stream,
+                    static_cast<const T*>(x), size, partial);
+    });
+    if (error != cudaSuccess) return error;
+  }
+  return Launch(AddPartialSumsKernel, count, kThreads, 0, stream, partial, blocks, results);
 }
 
 // Threads of a block that takes a row of `items` accesses.
@@ -264,16 +286,7 @@ cudaError_t LaunchGatherWords(const void* source, const int32_t* rows, int64_t n
 
 cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, void* workspace,
                                double* result, cudaStream_t stream) {
-  const int blocks = BlocksFor(size, kMostSums);
-  if (size > 0) {
-    const cudaError_t error = WithElementType(type, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      return Launch(SumOfSquaresKernel<T>, blocks, kThreads, 0, stream, static_cast<const T*>(x),
-                    size, static_cast<double*>(workspace));
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return LaunchAddPartialSums(workspace, blocks, result, stream);
+  return LaunchSums(type, x, size, 1, kMostSums, workspace, result, stream);
 }
 
 cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, ElementType type_b,
@@ -292,24 +305,34 @@ cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, Ele
     });
     if (error != cudaSuccess) return error;
   }
-  return LaunchAddPartialSums(workspace, blocks, result, stream);
+  return Launch(AddPartialSumsKernel, 1, kThreads, 0, stream, static_cast<double*>(workspace),
+                blocks, result);
 }
 
-cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, double length,
-                            ElementType type_out, void* out, void* workspace, cudaStream_t stream) {
+cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int64_t batch,
+                            double length, ElementType type_out, void* out, void* workspace,
+                            cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
   double* const squares = static_cast<double*>(workspace) + kMostSums;
-  const cudaError_t error = LaunchSumOfSquares(type_x, x, size, workspace, squares, stream);
-  if (error != cudaSuccess) return error;
-  return WithElementType(type_x, [&](auto tag_x) {
-    return WithElementType(type_out, [&](auto tag_out) {
-      using X = typename decltype(tag_x)::type;
-      using Out = typename decltype(tag_out)::type;
-      return Launch(NormalizeKernel<X, Out>, BlocksFor(size, kMostBlocks), kThreads, 0, stream,
-                    static_cast<const X*>(x), size, length, static_cast<const double*>(squares),
-                    static_cast<Out*>(out));
+  for (int64_t first = 0; first < batch; first += kMatricesAtOnce) {
+    const int count = static_cast<int>(std::min(kMatricesAtOnce, batch - first));
+    const void* const from = static_cast<const char*>(x) + first * size * SizeOf(type_x);
+    void* const to = static_cast<char*>(out) + first * size * SizeOf(type_out);
+    cudaError_t error =
+        LaunchSums(type_x, from, size, count, kMostSumsOfMatrix, workspace, squares, stream);
+    if (error != cudaSuccess) return error;
+    error = WithElementType(type_x, [&](auto tag_x) {
+      return WithElementType(type_out, [&](auto tag_out) {
+        using X = typename decltype(tag_x)::type;
+        using Out = typename decltype(tag_out)::type;
+        return Launch(NormalizeKernel<X, Out>, dim3(BlocksFor(size, kMostBlocks), count), kThreads,
+                      0, stream, static_cast<const X*>(from), size, length,
+                      static_cast<const double*>(squares), static_cast<Out*>(to));
+      });
     });
-  });
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LaunchClipScale(const double* stats, int ranks, int64_t stride, int64_t count,
@@ -320,7 +343,7 @@ cudaError_t LaunchClipScale(const double* stats, int ranks, int64_t stride, int6
 cudaError_t LaunchGatherRows(ElementType type, const void* source, const int32_t* rows,
                              int64_t num_rows, int64_t cols, void* target, cudaStream_t stream) {
   if (num_rows == 0 || cols == 0) return cudaSuccess;
-  const int64_t row_bytes = cols * (type == ElementType::kBFloat16 ? 2 : 4);
+  const int64_t row_bytes = cols * SizeOf(type);
   if (IsMadeOf<uint4>(source, target, row_bytes)) {
     return LaunchGatherWords<uint4>(source, rows, num_rows, row_bytes, target, stream);
   }
@@ -345,7 +368,7 @@ cudaError_t LaunchCast(ElementType type_source, const void* source, int64_t size
                        ElementType type_target, void* target, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
   if (type_source == type_target) {
-    const int64_t bytes = size * (type_source == ElementType::kBFloat16 ? 2 : 4);
+    const int64_t bytes = size * SizeOf(type_source);
     return cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, stream);
   }
   return WithElementType(type_source, [&](auto tag_source) {

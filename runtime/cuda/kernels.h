@@ -30,8 +30,10 @@ cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, Ele
                                           double* result, cudaStream_t stream);
 
 // out[i] = x[i] length / ||x||, the norm in float64; all zeros if the norm is 0. `out` may be `x`.
-cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, double length,
-                            ElementType type_out, void* out, void* workspace, cudaStream_t stream);
+// For each of `batch` matrices of `size` elements that lie one after another.
+cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int64_t batch,
+                            double length, ElementType type_out, void* out, void* workspace,
+                            cudaStream_t stream);
 
 // See Device::ClipScale.
 cudaError_t LaunchClipScale(const double* stats, int ranks, int64_t stride, int64_t count,
