@@ -5,6 +5,11 @@
 #include "collectives/steady_clock.h"
 
 namespace dim0 {
+namespace {
+
+thread_local absl::string_view current_unit;
+
+}  // namespace
 
 bool StreamRecord::recording() const { return recorder_.recording(); }
 

@@ -284,7 +284,7 @@ void CudaDevice::SumOfSquaredDifferences(Stream& stream, const Tensor& a, const 
 void CudaDevice::DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride,
                                    const Tensor& products, double* ratios) {
   DIM0_CHECK(v.rows >= 2 && stride >= 1 && products.cols == v.rows &&
-             products.rows == CeilDivide(v.rows, stride));
+             products.rows == (v.rows + stride - 1) / stride);
   stream.Enqueue({.name = "diagonal_dominance",
                   .flops = 2.0 * products.size() * v.cols,
                   .bytes = 1.0 * (2 * v.bytes() + 2 * products.bytes())},

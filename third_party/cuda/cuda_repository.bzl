@@ -112,7 +112,7 @@ def _cuda_repository_impl(ctx):
     if codes.return_code != 0:
         _leave_out(ctx, "%s/bin/nvcc does not run: %s" % (root, codes.stderr.strip()))
         return
-    architectures = [code[len("sm_"):] for code in codes.stdout.split() if code.startswith("sm_")]
+    architectures = [code[len("sm_"):] for code in codes.stdout.strip().split("\n") if code.startswith("sm_")]
     ctx.file("BUILD.bazel", build, executable = False)
     ctx.file(
         "defs.bzl",
