@@ -1,0 +1,51 @@
+// The emulator's settings and its fault injection, for tests. A program that is not a test of the
+// emulator is set by environment variables, read at the first call of the CUDA runtime:
+//   DIM0_SIMT_DEVICES    how many devices there are, 0 to 16 (4)
+//   DIM0_SIMT_MEMORY     bytes of memory of each (2 GiB)
+//   DIM0_SIMT_SHARED     bytes of shared memory a block may opt into (166912, as capability 8.0)
+//   DIM0_SIMT_ORDER      in which order a block's threads run: shuffled, forward or reverse
+//   (shuffled) DIM0_SIMT_SEED       of the shuffle and of the choice among streams (1)
+//   DIM0_SIMT_LAZY       1: no stream advances until a host thread blocks or polls (0)
+//   DIM0_SIMT_FAIL_CALL  the how many-th call is to fail (0: none)
+#ifndef DIM0_TESTS_SIMT_CONTROL_H_
+#define DIM0_TESTS_SIMT_CONTROL_H_
+
+#include <cstdint>
+#include <string>
+
+namespace dim0::simt {
+
+enum class ThreadOrder { kShuffled, kForward, kReverse };
+
+struct Settings {
+  int devices = 4;
+  int64_t memory_bytes = int64_t{2} << 30;
+  int shared_bytes = 166912;
+  ThreadOrder order = ThreadOrder::kShuffled;
+  uint64_t seed = 1;
+  bool lazy = false;
+};
+
+Settings GetSettings();
+// Takes effect for what is enqueued from now on; the number of devices, with Reset.
+void SetSettings(const Settings& settings);
+
+// Calls of the CUDA runtime, cuBLASLt and NCCL so far.
+int64_t CallCount();
+
+// The n-th call from now, 1 the next one, fails as its kind of call can: allocations with out of
+// memory, those that wait or enqueue with a launch failure that stays with the device, and so on.
+// 0: none. The emulator's line on standard error says which call it was.
+void FailCall(int64_t n);
+
+// The name of the call that FailCall has made to fail; empty if it is yet to come.
+std::string FailedCall();
+
+// As a new process would find the devices: waits for what runs, drops what is enqueued, forgets
+// errors, attributes and memory. No other thread may be using the runtime. Handles and device
+// pointers are void.
+void Reset();
+
+}  // namespace dim0::simt
+
+#endif  // DIM0_TESTS_SIMT_CONTROL_H_
