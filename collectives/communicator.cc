@@ -175,7 +175,7 @@ absl::Status Communicator::ReduceScatter(const CallInfo& call, DType dtype,
     arguments.Buffer("send", part.send, total);
     arguments.Buffer("recv", part.recv, part.counts[rank_]);
     arguments.NoOverlap(part.recv, part.counts[rank_], part.send, total, /*own_offset=*/-1);
-    absl::StrAppend(&text, ", ", CountsText(part.counts));
+    absl::StrAppend(&text, ", ", CountsText(part.counts), part.accumulate ? " added" : "");
     moved.in += total;
     moved.out += part.counts[rank_];
     moved.sent += total - part.counts[rank_];

@@ -83,7 +83,7 @@ struct AllGatherPart {
 
 // One tensor of a reduce-scatter. `send` holds the sum of counts; `recv` gets this rank's
 // counts[rank] elements, summed over ranks in rank order. With `accumulate` the sum is added to
-// what recv holds. `recv` must not overlap `send`.
+// what recv holds, on every rank. `recv` must not overlap `send`.
 struct ReduceScatterPart {
   const void* send = nullptr;
   void* recv = nullptr;

@@ -11,6 +11,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "collectives/communicator.h"
 #include "collectives/ledger.h"
 #include "collectives/link.h"
@@ -68,6 +69,30 @@ class ProcessGroup {
 // runs the threads. Errors: InvalidArgument for world_size < 1 or a timeout that is not positive.
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateThreadRanks(
     int world_size, const ProcessGroupOptions& options);
+
+// The ranks of this process, of a job whose ranks have a GPU each: hosts[i] becomes a rank on CUDA
+// device devices[i]. The hosts are some or all ranks of one group, which carries host channels and
+// what the ranks tell each other besides. Open's channels are NCCL's, over device memory, and
+// asynchronous:
+// - A call enqueues its work on CallInfo.native_stream (null: CUDA's default stream) and returns.
+//   "Returns" in a call's contract then reads "its stream passes". It leaves the rank's device as
+//   the calling thread's current one. A channel's first call blocks until all ranks have made it.
+// - What goes wrong once a call has returned fails the group: streams go on, Health() and all later
+//   calls of all channels return the error. Ranks that disagree are noticed when they enqueue,
+//   those of different processes within a second; a deadline counts from when a stream gets to the
+//   call.
+// - All ranks make the calls of all their channels in one order.
+// - Sums are in NCCL's order, the same in every run on the same machines; bfloat16 is rounded once
+//   for each rank that adds to a sum.
+// - Destroying a communicator waits until its calls have run.
+// - All device memory that it takes is its own: NCCL's buffers and 256 KiB for each channel.
+//
+// Errors: InvalidArgument, for a device that is not there or is given twice, and for a link, which
+// cannot be pretended between GPUs; FailedPrecondition, if NCCL's library is older than this build
+// needs; Unimplemented, in builds without CUDA.
+absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateNcclRanks(
+    std::vector<std::unique_ptr<ProcessGroup>> hosts, absl::Span<const int> devices,
+    const ProcessGroupOptions& options);
 
 }  // namespace dim0
 
