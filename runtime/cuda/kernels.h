@@ -25,9 +25,9 @@ cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, vo
                                double* result, cudaStream_t stream);
 
 // *result = sum of (a[i] - b[i])^2, differences and sum in float64.
-cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, ElementType type_b,
-                                          const void* b, int64_t size, void* workspace,
-                                          double* result, cudaStream_t stream);
+cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const void* b,
+                                          int64_t size, void* workspace, double* result,
+                                          cudaStream_t stream);
 
 // out[i] = x[i] length / ||x||, the norm in float64; all zeros if the norm is 0. `out` may be `x`.
 // For each of `batch` matrices of `size` elements that lie one after another.
