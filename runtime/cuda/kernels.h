@@ -57,7 +57,7 @@ cudaError_t LaunchCast(ElementType type_source, const void* source, int64_t size
 cudaError_t LaunchTriad(const float* b, float factor, const float* c, int64_t size, float* a,
                         cudaStream_t stream);
 
-// out[i] = a number in [-1, 1) made of i and `seed` by mixing bits: data whose products cost a GPU
+// out[i] = a number in [-1, 1] made of i and `seed` by mixing bits: data whose products cost a GPU
 // what real data costs it, which constants do not.
 cudaError_t LaunchFill(ElementType type, uint32_t seed, int64_t size, void* out,
                        cudaStream_t stream);
