@@ -67,9 +67,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partial[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = sum;
 }
 
-template <typename A, typename B>
+template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    SumOfSquaredDifferencesKernel(const A* a, const B* b, int64_t size, double* partial) {
+    SumOfSquaredDifferencesKernel(const T* a, const T* b, int64_t size, double* partial) {
   const bool aligned_a = IsQuadAligned(a), aligned_b = IsQuadAligned(b);
   double sum = 0;
   ForEachQuad(size, [&](int64_t i) {
@@ -289,24 +289,20 @@ cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, vo
   return LaunchSums(type, x, size, 1, kMostSums, workspace, result, stream);
 }
 
-cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, ElementType type_b,
-                                          const void* b, int64_t size, void* workspace,
-                                          double* result, cudaStream_t stream) {
+cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const void* b,
+                                          int64_t size, void* workspace, double* result,
+                                          cudaStream_t stream) {
   const int blocks = BlocksFor(size, kMostSums);
+  auto* const partial = static_cast<double*>(workspace);
   if (size > 0) {
-    const cudaError_t error = WithElementType(type_a, [&](auto tag_a) {
-      return WithElementType(type_b, [&](auto tag_b) {
-        using A = typename decltype(tag_a)::type;
-        using B = typename decltype(tag_b)::type;
-        return Launch(SumOfSquaredDifferencesKernel<A, B>, blocks, kThreads, 0, stream,
-                      static_cast<const A*>(a), static_cast<const B*>(b), size,
-                      static_cast<double*>(workspace));
-      });
+    const cudaError_t error = WithElementType(type, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      return Launch(SumOfSquaredDifferencesKernel<T>, blocks, kThreads, 0, stream,
+                    static_cast<const T*>(a), static_cast<const T*>(b), size, partial);
     });
     if (error != cudaSuccess) return error;
   }
-  return Launch(AddPartialSumsKernel, 1, kThreads, 0, stream, static_cast<double*>(workspace),
-                blocks, result);
+  return Launch(AddPartialSumsKernel, 1, kThreads, 0, stream, partial, blocks, result);
 }
 
 cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int64_t batch,

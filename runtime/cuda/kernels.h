@@ -25,9 +25,9 @@ cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, vo
                                double* result, cudaStream_t stream);
 
 // *result = sum of (a[i] - b[i])^2, differences and sum in float64.
-cudaError_t LaunchSumOfSquaredDifferences(ElementType type_a, const void* a, ElementType type_b,
-                                          const void* b, int64_t size, void* workspace,
-                                          double* result, cudaStream_t stream);
+cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const void* b,
+                                          int64_t size, void* workspace, double* result,
+                                          cudaStream_t stream);
 
 // out[i] = x[i] length / ||x||, the norm in float64; all zeros if the norm is 0. `out` may be `x`.
 // For each of `batch` matrices of `size` elements that lie one after another.
@@ -57,7 +57,7 @@ cudaError_t LaunchCast(ElementType type_source, const void* source, int64_t size
 cudaError_t LaunchTriad(const float* b, float factor, const float* c, int64_t size, float* a,
                         cudaStream_t stream);
 
-// out[i] = a number in [-1, 1) made of i and `seed` by mixing bits: data whose products cost a GPU
+// out[i] = a number in [-1, 1] made of i and `seed` by mixing bits: data whose products cost a GPU
 // what real data costs it, which constants do not.
 cudaError_t LaunchFill(ElementType type, uint32_t seed, int64_t size, void* out,
                        cudaStream_t stream);

@@ -90,6 +90,8 @@ def cuda_library(name, srcs, hdrs = [], deps = [], nvcc_options = [], visibility
             "//conditions:default": [":" + name + "_objects"],
         }),
         hdrs = hdrs,
+        # The host's compiler does not know #pragma unroll.
+        copts = ["-Wno-unknown-pragmas"],
         target_compatible_with = NEEDS_CUDA,
         testonly = testonly,
         visibility = visibility,

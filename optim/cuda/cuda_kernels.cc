@@ -1,0 +1,305 @@
+#include "optim/cuda/cuda_kernels.h"
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "optim/cuda/kernels.h"
+#include "runtime/check.h"
+#include "runtime/cuda/element_type.h"
+#include "runtime/cuda/kernels.h"
+#include "runtime/cuda/matmul.h"
+#include "runtime/cuda/status.h"
+
+namespace dim0::cuda {
+namespace {
+
+cudaStream_t StreamOf(const OpContext& context) {
+  return static_cast<cudaStream_t>(context.native_stream);
+}
+
+ElementType TypeOf(const Tensor& tensor) {
+  DIM0_CHECK(tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kBFloat16);
+  return tensor.dtype == DType::kBFloat16 ? ElementType::kBFloat16 : ElementType::kFloat32;
+}
+
+// Null where there is no copy.
+__nv_bfloat16* CopyOf(const Tensor& copy, const Tensor& value) {
+  if (copy.rows == 0) return nullptr;
+  DIM0_CHECK(copy.dtype == DType::kBFloat16 && copy.size() == value.size());
+  return static_cast<__nv_bfloat16*>(copy.data);
+}
+
+// Calls launch(types, items) for the tensors of each pair of types, which in a training run are all
+// of them, with the items that item_of makes of them.
+template <typename Item, typename TensorSet, typename ItemOf, typename LaunchItems>
+cudaError_t ForEachTypes(const std::vector<TensorSet>& tensors, ItemOf item_of,
+                         LaunchItems launch) {
+  for (const ElementType value : {ElementType::kFloat32, ElementType::kBFloat16}) {
+    for (const ElementType gradient : {ElementType::kFloat32, ElementType::kBFloat16}) {
+      std::vector<Item> items;
+      for (const TensorSet& tensor : tensors) {
+        if (TypeOf(tensor.value) == value && TypeOf(tensor.gradient) == gradient) {
+          items.push_back(item_of(tensor));
+        }
+      }
+      if (items.empty()) continue;
+      const cudaError_t error = launch(ValueTypes{value, gradient}, items);
+      if (error != cudaSuccess) return error;
+    }
+  }
+  return cudaSuccess;
+}
+
+class CudaOptimizerKernels : public OptimizerKernels {
+ public:
+  explicit CudaOptimizerKernels(Device& device) : device_(device) {}
+  ~CudaOptimizerKernels() override {
+    if (sums_ != nullptr) device_.Free(sums_, kSumWorkspaceBytes);
+  }
+
+  void AdamW(Stream& stream, std::vector<AdamWTensor> tensors,
+             const AdamWArguments& arguments) override {
+    OpInfo info = {.name = "adamw", .kind = OpKind::kOptimizer};
+    for (const AdamWTensor& tensor : tensors) {
+      info.flops += 12.0 * tensor.value.size();
+      info.bytes += 16.0 * tensor.value.size() + 2.0 * tensor.value.bytes() +
+                    tensor.gradient.bytes() + tensor.copy.bytes();
+    }
+    stream.Enqueue(
+        std::move(info), [tensors = std::move(tensors), arguments](const OpContext& context) {
+          const auto step = static_cast<double>(arguments.step);
+          const auto rounded = [](double value) { return static_cast<float>(value); };
+          const AdamWCoefficients coefficients = {
+              .beta1 = rounded(arguments.beta1),
+              .fresh1 = rounded(1 - arguments.beta1),
+              .beta2 = rounded(arguments.beta2),
+              .fresh2 = rounded(1 - arguments.beta2),
+              .step_size = rounded(arguments.lr / (1 - std::pow(arguments.beta1, step))),
+              .root_correction = rounded(1 / std::sqrt(1 - std::pow(arguments.beta2, step))),
+              .eps = rounded(arguments.eps)};
+          const cudaError_t error = ForEachTypes<AdamWItem>(
+              tensors,
+              [&](const AdamWTensor& tensor) {
+                return AdamWItem{.value = tensor.value.data,
+                                 .gradient = tensor.gradient.data,
+                                 .first_moment = tensor.first_moment.f32(),
+                                 .second_moment = tensor.second_moment.f32(),
+                                 .copy = CopyOf(tensor.copy, tensor.value),
+                                 .size = tensor.value.size(),
+                                 .keep = rounded(1 - arguments.lr * tensor.weight_decay)};
+              },
+              [&](ValueTypes types, const std::vector<AdamWItem>& items) {
+                return LaunchAdamW(types, items, coefficients, arguments.gradient_scale,
+                                   StreamOf(context));
+              });
+          return ToStatus(error, "adamw");
+        });
+  }
+
+  void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
+            const RmnpArguments& arguments) override {
+    EnqueueRmnp(stream, RmnpPhase::kUpdate, std::move(matrices), arguments);
+  }
+  void RmnpRowSquares(Stream& stream, std::vector<RmnpTensor> parts,
+                      const RmnpArguments& arguments) override {
+    EnqueueRmnp(stream, RmnpPhase::kRowSquares, std::move(parts), arguments);
+  }
+  void RmnpApply(Stream& stream, std::vector<RmnpTensor> parts,
+                 const RmnpArguments& arguments) override {
+    EnqueueRmnp(stream, RmnpPhase::kApply, std::move(parts), arguments);
+  }
+
+  void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
+                bool nesterov, const float* gradient_scale, const Tensor& out) override {
+    const int64_t size = gradient.size();
+    DIM0_CHECK(momentum.size() == size && out.size() == size);
+    stream.Enqueue(
+        {.name = "momentum",
+         .kind = OpKind::kOptimizer,
+         .flops = 4.0 * size,
+         .bytes = static_cast<double>(gradient.bytes() + 2 * momentum.bytes() + out.bytes())},
+        [=](const OpContext& context) {
+          return ToStatus(
+              LaunchMomentum(TypeOf(gradient), gradient.data, momentum.f32(), size, mu, nesterov,
+                             gradient_scale, TypeOf(out), out.data, StreamOf(context)),
+              "momentum");
+        });
+  }
+
+  void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& copy, const Tensor& update,
+                   float step, float decay, const float* gradient_scale) override {
+    const int64_t size = value.size();
+    DIM0_CHECK(update.size() == size);
+    stream.Enqueue(
+        {.name = "apply_update",
+         .kind = OpKind::kOptimizer,
+         .flops = 3.0 * size,
+         .bytes = static_cast<double>(2 * value.bytes() + copy.bytes() + update.bytes())},
+        [=](const OpContext& context) {
+          return ToStatus(
+              LaunchApplyUpdate(TypeOf(value), value.data, TypeOf(update), update.data, size, step,
+                                1 - decay, gradient_scale, CopyOf(copy, value), StreamOf(context)),
+              "apply_update");
+        });
+  }
+
+  DType matrix_dtype() const override { return DType::kBFloat16; }
+
+  void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) override {
+    DIM0_CHECK(x.size() == out.size());
+    stream.Enqueue({.name = "normalize",
+                    .kind = OpKind::kOptimizer,
+                    .flops = 3.0 * x.size(),
+                    .bytes = static_cast<double>(2 * x.bytes() + out.bytes())},
+                   [=, this](const OpContext& context) -> absl::Status {
+                     DIM0_ASSIGN_OR_RETURN(void* const sums, Sums());
+                     return ToStatus(
+                         LaunchNormalize(TypeOf(x), x.data, x.size(), 1, length, TypeOf(out),
+                                         out.data, sums, StreamOf(context)),
+                         "normalize");
+                   });
+  }
+
+  // cuBLAS has no symmetric product of bfloat16 matrices: both triangles are computed.
+  void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed, float beta,
+                        const Tensor& c) override {
+    EnqueueProduct(stream, "symmetric_product", alpha, x, transposed, x, !transposed, beta, c);
+  }
+
+  void SymmetricMatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b, float beta,
+                       const Tensor& c) override {
+    EnqueueProduct(stream, "symmetric_matmul", alpha, a, false, b, false, beta, c);
+  }
+
+  void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a, const Tensor& b,
+              bool transpose_b, float beta, const Tensor& c) override {
+    EnqueueProduct(stream, "matmul", alpha, a, transpose_a, b, transpose_b, beta, c);
+  }
+
+  void AddToDiagonal(Stream& stream, const Tensor& c, float value) override {
+    DIM0_CHECK(c.rows == c.cols);
+    stream.Enqueue({.name = "add_to_diagonal",
+                    .kind = OpKind::kOptimizer,
+                    .bytes = 2.0 * c.rows * SizeOf(c.dtype)},
+                   [=](const OpContext& context) {
+                     return ToStatus(LaunchAddToDiagonal(TypeOf(c), c.data, c.cols, 1, value,
+                                                         StreamOf(context)),
+                                     "add_to_diagonal");
+                   });
+  }
+
+  void Copy(Stream& stream, const Tensor& source, const Tensor& target) override {
+    DIM0_CHECK(source.size() == target.size());
+    stream.Enqueue({.name = "copy",
+                    .kind = OpKind::kOptimizer,
+                    .bytes = static_cast<double>(source.bytes() + target.bytes())},
+                   [=](const OpContext& context) {
+                     return ToStatus(LaunchCast(TypeOf(source), source.data, source.size(),
+                                                TypeOf(target), target.data, StreamOf(context)),
+                                     "copy");
+                   });
+  }
+
+ private:
+  void EnqueueRmnp(Stream& stream, RmnpPhase phase, std::vector<RmnpTensor> matrices,
+                   const RmnpArguments& arguments) {
+    struct Cost {
+      const char* name;
+      double flops;
+      int value_passes, momentum_passes;
+    };
+    constexpr std::array<Cost, 3> kCosts = {{
+        {"rmnp", 8, 2, 2},              // kUpdate
+        {"rmnp_row_squares", 6, 0, 2},  // kRowSquares
+        {"rmnp_apply", 5, 2, 1},        // kApply
+    }};
+    const Cost& cost = kCosts[static_cast<size_t>(phase)];
+    OpInfo info = {.name = cost.name, .kind = OpKind::kOptimizer};
+    for (const RmnpTensor& matrix : matrices) {
+      const int64_t copied = cost.value_passes > 0 ? matrix.copy.bytes() : 0;
+      info.flops += cost.flops * matrix.value.size();
+      info.bytes += cost.value_passes * matrix.value.bytes() + matrix.gradient.bytes() +
+                    cost.momentum_passes * matrix.momentum.bytes() + copied;
+    }
+    stream.Enqueue(std::move(info),
+                   [=, name = cost.name, matrices = std::move(matrices)](const OpContext& context) {
+                     const RmnpCoefficients coefficients = {
+                         .momentum = static_cast<float>(arguments.momentum),
+                         .nesterov = arguments.nesterov,
+                         .keep = static_cast<float>(1 - arguments.lr * arguments.weight_decay),
+                         .eps = arguments.eps,
+                         .power = arguments.power};
+                     const cudaError_t error = ForEachTypes<RmnpItem>(
+                         matrices,
+                         [&](const RmnpTensor& matrix) {
+                           return RmnpItem{.value = matrix.value.data,
+                                           .gradient = matrix.gradient.data,
+                                           .momentum = matrix.momentum.f32(),
+                                           .copy = CopyOf(matrix.copy, matrix.value),
+                                           .row_squares = matrix.row_squares,
+                                           .rows = matrix.value.rows,
+                                           .cols = matrix.value.cols,
+                                           .step = arguments.lr * matrix.scale};
+                         },
+                         [&](ValueTypes types, const std::vector<RmnpItem>& items) {
+                           return LaunchRmnp(phase, types, items, coefficients,
+                                             arguments.gradient_scale, StreamOf(context));
+                         });
+                     return ToStatus(error, name);
+                   });
+  }
+
+  void EnqueueProduct(Stream& stream, const char* name, float alpha, const Tensor& a,
+                      bool transpose_a, const Tensor& b, bool transpose_b, float beta,
+                      const Tensor& c) {
+    const Product product = {.m = transpose_a ? a.cols : a.rows,
+                             .n = transpose_b ? b.rows : b.cols,
+                             .k = transpose_a ? a.rows : a.cols,
+                             .transpose_a = transpose_a,
+                             .transpose_b = transpose_b,
+                             .alpha = alpha,
+                             .beta = beta,
+                             .type = a.dtype,
+                             .c_type = c.dtype,
+                             .a = a.data,
+                             .b = b.data,
+                             .c = c.data};
+    DIM0_CHECK(c.rows == product.m && c.cols == product.n && b.dtype == a.dtype &&
+               product.k == (transpose_b ? b.cols : b.rows));
+    stream.Enqueue({.name = name,
+                    .kind = OpKind::kOptimizer,
+                    .flops = 2.0 * product.m * product.n * product.k,
+                    .bytes = static_cast<double>(a.bytes() + b.bytes() + c.bytes())},
+                   [this, product](const OpContext& context) -> absl::Status {
+                     if (products_ == nullptr) {
+                       DIM0_ASSIGN_OR_RETURN(products_, cuda::MatMul::Create());
+                     }
+                     return products_->Enqueue(product, StreamOf(context));
+                   });
+  }
+
+  // The workspace of Normalize.
+  absl::StatusOr<void*> Sums() {
+    if (sums_ == nullptr) {
+      DIM0_ASSIGN_OR_RETURN(sums_, device_.Allocate(kSumWorkspaceBytes));
+    }
+    return sums_;
+  }
+
+  Device& device_;
+  std::unique_ptr<cuda::MatMul> products_;
+  void* sums_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<OptimizerKernels> CreateOptimizerKernels(Device& device) {
+  return std::make_unique<CudaOptimizerKernels>(device);
+}
+
+}  // namespace dim0::cuda
