@@ -118,15 +118,15 @@ constexpr int kScoreStride = kKeys + 8;
 
 template <int kHeadSize>
 struct ForwardShared {
-  alignas(128) BFloat keys[kKeys * kStride<kHeadSize>];  // at first the queries
-  alignas(128) BFloat values[kKeys * kStride<kHeadSize>];
+  alignas(32) BFloat keys[kKeys * kStride<kHeadSize>];  // at first the queries
+  alignas(32) BFloat values[kKeys * kStride<kHeadSize>];
   // Per warp: scores, and in their place, as bfloat16, probabilities.
-  alignas(128) float scores[kWarps][kEdge * kScoreStride];
+  alignas(32) float scores[kWarps][kEdge * kScoreStride];
   float factors[kWarps][kEdge];  // what a row of the output is to be multiplied by
 };
 
 template <int kHeadSize>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 4 : 2)
     ForwardKernel(HeadLayout layout, const BFloat* qkv, BFloat* out, float* logsumexp) {
   constexpr int kHeadEdges = kHeadSize / kEdge, kKeyEdges = kKeys / kEdge;
   auto& shared = *DynamicSharedMemory<ForwardShared<kHeadSize>>();
@@ -282,35 +282,33 @@ __global__ void __launch_bounds__(kThreads)
   if (lane == 0) delta[index] = sum;
 }
 
-// Columns of a tile: fewer for large heads, whose results fill the registers.
-template <int kHeadSize>
-inline constexpr int kColumns = kHeadSize == 64 ? 64 : 32;
+constexpr int kColumns = 32;  // of a tile; more would not leave registers for the results
 
 template <int kHeadSize, bool kKeyRows>
 struct BackwardShared {
-  static constexpr int kTileStride = kColumns<kHeadSize> + 8;
+  static constexpr int kTileStride = kColumns + 8;
   // The block's rows of k and v, or of q and dout; the columns' of the other two.
-  alignas(128) BFloat first_rows[kRows * kStride<kHeadSize>];
-  alignas(128) BFloat second_rows[kRows * kStride<kHeadSize>];
-  alignas(128) BFloat first_columns[kColumns<kHeadSize> * kStride<kHeadSize>];
-  alignas(128) BFloat second_columns[kColumns<kHeadSize> * kStride<kHeadSize>];
+  alignas(32) BFloat first_rows[kRows * kStride<kHeadSize>];
+  alignas(32) BFloat second_rows[kRows * kStride<kHeadSize>];
+  alignas(32) BFloat first_columns[kColumns * kStride<kHeadSize>];
+  alignas(32) BFloat second_columns[kColumns * kStride<kHeadSize>];
   // Per warp, dS and, for keys, P; before that, scratch.
-  alignas(128) BFloat gradients[kWarps][kEdge * kTileStride];
-  alignas(128) BFloat probabilities[kKeyRows ? kWarps : 1][kEdge * kTileStride];
+  alignas(32) BFloat gradients[kWarps][kEdge * kTileStride];
+  alignas(32) BFloat probabilities[kKeyRows ? kWarps : 1][kEdge * kTileStride];
   // Of the queries, which are the columns or the rows.
-  float logsumexp[kKeyRows ? kColumns<kHeadSize> : kRows];
-  float delta[kKeyRows ? kColumns<kHeadSize> : kRows];
+  float logsumexp[kKeyRows ? kColumns : kRows];
+  float delta[kKeyRows ? kColumns : kRows];
 };
 
 // As the plain kernel of the same name: with kKeyRows a block has a tile of keys, and sums their dk
 // and dv over the queries; without, a tile of queries, and sums their dq over the keys.
 template <int kHeadSize, bool kKeyRows>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 3 : 2)
     BackwardKernel(HeadLayout layout, const BFloat* dout, const BFloat* qkv, const float* logsumexp,
                    const float* delta, BFloat* dqkv) {
   using Shared = BackwardShared<kHeadSize, kKeyRows>;
   constexpr int kHeadEdges = kHeadSize / kEdge;
-  constexpr int kTileColumns = kColumns<kHeadSize>, kTileEdges = kTileColumns / kEdge;
+  constexpr int kTileEdges = kColumns / kEdge;
   constexpr int kRowStride = kStride<kHeadSize>, kTileStride = Shared::kTileStride;
   static_assert(kEdge * kTileStride * sizeof(BFloat) >= kEdge * kEdge * sizeof(float));
   static_assert(kEdge * kRowStride * sizeof(BFloat) >= kEdge * kStoreStride * sizeof(float));
@@ -358,18 +356,16 @@ __global__ void __launch_bounds__(kThreads)
 
   const int64_t begin = kKeyRows ? r0 : 0;
   const int64_t end = kKeyRows ? seq_len : min(seq_len, r0 + kRows);
-  for (int64_t c0 = begin; c0 < end; c0 += kTileColumns) {
+  for (int64_t c0 = begin; c0 < end; c0 += kColumns) {
     __syncthreads();  // the tiles before have been read
     const int64_t columns_left = seq_len - c0;
-    LoadTile<kHeadSize, kTileColumns>((kKeyRows ? q : k) + c0 * stride, stride, columns_left,
-                                      shared.first_columns);
+    LoadTile<kHeadSize, kColumns>((kKeyRows ? q : k) + c0 * stride, stride, columns_left,
+                                  shared.first_columns);
     if constexpr (kKeyRows) {
-      LoadTile<kHeadSize, kTileColumns>(dout + c0 * width, width, columns_left,
-                                        shared.second_columns);
-      load_statistics(c0, kTileColumns);
+      LoadTile<kHeadSize, kColumns>(dout + c0 * width, width, columns_left, shared.second_columns);
+      load_statistics(c0, kColumns);
     } else {
-      LoadTile<kHeadSize, kTileColumns>(v + c0 * stride, stride, columns_left,
-                                        shared.second_columns);
+      LoadTile<kHeadSize, kColumns>(v + c0 * stride, stride, columns_left, shared.second_columns);
     }
     __syncthreads();
 
@@ -403,7 +399,6 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
 
-    __syncwarp();  // the tiles of dS and P before have been read
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
       const int row = warp * kEdge + places.row[i];

@@ -1,4 +1,4 @@
-// GELU and Add: one vector of elements a thread.
+// GELU, where it is not part of a matrix product: one vector of elements a thread.
 #include "model/cuda/elements.h"
 #include "model/cuda/launch.h"
 #include "runtime/cuda/kernel.h"
@@ -29,10 +29,6 @@ struct GeluGradient {
     // s + x s (1 - s) (2u)' with 1 - s = e s, which cancels nothing.
     return dy * (s + x * ((e * s) * s) * kTwiceRoot2OverPi * (1.0f + 3.0f * kCubic * square));
   }
-};
-
-struct Sum {
-  __device__ float operator()(float a, float b) const { return a + b; }
 };
 
 // The output may be one of the inputs: a thread reads what it writes, and nothing else, before it.
@@ -110,10 +106,6 @@ cudaError_t LaunchGeluForward(Array x, Array y, int64_t size, cudaStream_t strea
 
 cudaError_t LaunchGeluBackward(Array dy, Array x, Array dx, int64_t size, cudaStream_t stream) {
   return LaunchBinary(dy, x, dx, size, GeluGradient(), stream);
-}
-
-cudaError_t LaunchAdd(Array x, Array delta, Array sum, int64_t size, cudaStream_t stream) {
-  return LaunchBinary(x, delta, sum, size, Sum(), stream);
 }
 
 }  // namespace dim0::cuda
