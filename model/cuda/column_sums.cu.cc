@@ -69,9 +69,4 @@ cudaError_t LaunchColumnSums(Array values, int64_t rows, int64_t cols, Array sum
   return LaunchSumOfChunks(workspace, ColumnSumChunks(rows), cols, sums, accumulate, stream);
 }
 
-int64_t WorkspaceFloats(int64_t tokens, int64_t width) {
-  // Two sums a column for LayerNorm; a float64 loss a token for cross-entropy.
-  return std::max(2 * ColumnSumChunks(tokens) * width, 2 * tokens);
-}
-
 }  // namespace dim0::cuda

@@ -21,8 +21,8 @@ struct Array {
   Element type = Element::kFloat32;
 };
 
-// Floats of workspace that ColumnSums, LayerNormBackward and CrossEntropy need for N tokens and
-// rows of at most `width` elements.
+// Floats of workspace, aligned to 16 bytes, that LayerNormBackward of up to `width` columns,
+// ColumnSums of up to 4 x `width`, and CrossEntropy need for up to so many tokens.
 int64_t WorkspaceFloats(int64_t tokens, int64_t width);
 
 // Activations `out`; parameters wte, wpe of one type. A token outside [0, vocabulary) makes its row
