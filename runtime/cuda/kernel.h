@@ -28,10 +28,11 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
-// The launch's dynamic shared memory, aligned to 16 bytes. Its contents are undefined at first.
+// The launch's dynamic shared memory, aligned to 32 bytes, as tensor-core tiles must be. Its contents
+// are undefined at first.
 template <typename T>
 __device__ __forceinline__ T* DynamicSharedMemory() {
-  extern __shared__ __align__(16) unsigned char dynamic_shared_memory[];
+  extern __shared__ __align__(32) unsigned char dynamic_shared_memory[];
   return reinterpret_cast<T*>(dynamic_shared_memory);
 }
 
