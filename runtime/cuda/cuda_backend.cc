@@ -1,5 +1,6 @@
 #include "runtime/cuda/cuda_backend.h"
 
+#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,7 +25,10 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateCudaRanks(
     return absl::InvalidArgumentError(
         absl::StrCat("--ranks=", ranks, " takes as many GPUs, and CUDA shows this process ", gpus));
   }
-  return CreateThreadRanks(ranks, options);
+  DIM0_ASSIGN_OR_RETURN(auto hosts, CreateThreadRanks(ranks, options));
+  std::vector<int> ordinals(ranks);
+  std::iota(ordinals.begin(), ordinals.end(), 0);
+  return CreateNcclRanks(std::move(hosts), ordinals, options);
 }
 
 }  // namespace dim0::cuda
