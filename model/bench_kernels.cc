@@ -1,6 +1,6 @@
 // How fast each kernel is at a model's shapes, and what share of a training step it takes. Rates
 // are set against what the machine does at the same moment: products against the device's own
-// matrix-product rate, everything else against the bandwidth of a large c = a + b.
+// matrix-product rate, everything else against the bandwidth of a triad a = b + s c.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -15,11 +15,13 @@
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
 #include "absl/time/time.h"
+#include "collectives/dtype.h"
 #include "collectives/steady_clock.h"
 #include "model/kernels.h"
 #include "runtime/allocator.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
+#include "runtime/host_copy.h"
 #include "runtime/median.h"
 
 ABSL_FLAG(int, threads, 1, "threads of the rank");
@@ -34,12 +36,13 @@ ABSL_FLAG(int, repeats, 7, "measurements per kernel; the median counts");
 namespace dim0 {
 namespace {
 
-// Passes everything on, and keeps the last op's own account of its work.
+// Passes everything on, and adds up the ops' own accounts of their work.
 class MeteredStream : public Stream {
  public:
   explicit MeteredStream(std::unique_ptr<Stream> stream) : stream_(std::move(stream)) {}
   void Enqueue(OpInfo info, Op op) override {
-    last = info;
+    flops += info.flops;
+    bytes += info.bytes;
     stream_->Enqueue(std::move(info), std::move(op));
   }
   void Wait(const Event& event) override { stream_->Wait(event); }
@@ -47,7 +50,7 @@ class MeteredStream : public Stream {
   absl::Status Synchronize() override { return stream_->Synchronize(); }
   const std::string& name() const override { return stream_->name(); }
 
-  OpInfo last;
+  double flops = 0, bytes = 0;
 
  private:
   std::unique_ptr<Stream> stream_;
@@ -58,35 +61,41 @@ class Bench {
   Bench(Device& device, MeteredStream& stream, int repeats)
       : device_(device), stream_(stream), repeats_(repeats) {}
 
-  // The median time of `op` in seconds, over rounds of at least 20 ms.
-  double Measure(const std::function<void()>& op) {
+  struct Measured {
+    double seconds, flops, bytes;
+  };
+
+  // Of `op`, the median time over rounds of at least 20 ms, and its work.
+  Measured Measure(const std::function<void()>& op) {
     auto run = [&](int64_t count) {
       const absl::Time start = SteadyNow();
       for (int64_t i = 0; i < count; ++i) op();
       DIM0_CHECK(stream_.Synchronize().ok());
       return absl::ToDoubleSeconds(SteadyNow() - start) / count;
     };
+    stream_.flops = stream_.bytes = 0;
     const double first = run(1);
+    const double flops = stream_.flops, bytes = stream_.bytes;
     const int64_t count = std::clamp<int64_t>(0.02 / first, 1, 1000);
     std::vector<double> times;
     for (int i = 0; i < repeats_; ++i) times.push_back(run(count));
-    return Median(std::move(times));
+    return {Median(std::move(times)), flops, bytes};
   }
-
-  void set_bandwidth_op(std::function<void()> op) { bandwidth_op_ = std::move(op); }
 
   // Prints one line for a kernel that runs `calls` times a step. `gemm`: bound by matrix products.
   void Report(const std::string& what, int64_t calls, bool gemm, const std::function<void()>& op) {
+    constexpr absl::Duration kDuration = absl::Milliseconds(200);
     double yardstick;
     if (gemm) {
-      yardstick = device_.MeasureMatMulRate(absl::Milliseconds(200));
+      yardstick = device_.MeasureMatMulRate(kDuration);
       rates_.push_back(yardstick);
     } else {
-      const double seconds = Measure(bandwidth_op_);
-      yardstick = stream_.last.bytes / seconds;
+      const absl::StatusOr<double> triad = device_.MeasureTriadRate(kDuration);
+      DIM0_CHECK(triad.ok());
+      yardstick = *triad;
     }
-    const double seconds = Measure(op);
-    const double work = gemm ? stream_.last.flops : stream_.last.bytes;
+    const auto [seconds, flops, bytes] = Measure(op);
+    const double work = gemm ? flops : bytes;
     lines_.push_back({what, seconds, calls});
     std::printf("%-34s %9.3f ms  %7.1f %s  %5.2f of %6.1f\n", what.c_str(), 1e3 * seconds,
                 work / seconds / 1e9, gemm ? "GFLOP/s" : "GB/s   ", work / seconds / yardstick,
@@ -118,7 +127,6 @@ class Bench {
   Device& device_;
   MeteredStream& stream_;
   const int repeats_;
-  std::function<void()> bandwidth_op_;
   std::vector<Line> lines_;
   std::vector<double> rates_;
 };
@@ -143,18 +151,32 @@ absl::Status Run() {
   Allocator allocator(device.get());
   std::vector<Buffer> buffers;
   absl::Status failed;
-  // Values that vary, none of them subnormal.
-  auto make = [&](int64_t rows, int64_t cols) {
-    absl::StatusOr<Buffer> buffer =
-        allocator.Allocate(MemoryPurpose::kActivations, rows * cols * sizeof(float));
-    if (!buffer.ok()) {
-      failed = buffer.status();
-      return Tensor{};
-    }
+  const auto allocate = [&](int64_t bytes) -> void* {
+    absl::StatusOr<Buffer> buffer = allocator.Allocate(MemoryPurpose::kActivations, bytes);
+    failed.Update(buffer.status());
+    if (!failed.ok()) return nullptr;
     buffers.push_back(*std::move(buffer));
-    float* data = buffers.back().f32();
-    for (int64_t i = 0; i < rows * cols; ++i) data[i] = 0.01f * ((i * 7919) % 201 - 100) + 0.003f;
-    return F32(data, rows, cols);
+    return buffers.back().data();
+  };
+  // Values that vary, none of them subnormal.
+  const auto make = [&](int64_t rows, int64_t cols) {
+    const Tensor tensor = {allocate(rows * cols * SizeOf(DType::kFloat32)), DType::kFloat32, rows,
+                           cols};
+    if (!failed.ok()) return tensor;
+    std::vector<float> values(tensor.size());
+    for (int64_t i = 0; i < tensor.size(); ++i) {
+      values[i] = 0.01f * ((i * 7919) % 201 - 100) + 0.003f;
+    }
+    failed.Update(CopyFloatsFromHost(*device, stream, values, tensor));
+    return tensor;
+  };
+  const auto make_ids = [&](const std::vector<int32_t>& ids) {
+    const int64_t bytes = ids.size() * sizeof(int32_t);
+    auto* const copy = static_cast<int32_t*>(allocate(bytes));
+    if (!failed.ok()) return copy;
+    device->CopyFromHost(stream, copy, ids.data(), bytes);
+    failed.Update(stream.Synchronize());
+    return copy;
   };
   const Tensor x = make(tokens, width), y = make(tokens, width), z = make(tokens, width);
   const Tensor gain = make(width, 1), bias = make(4 * width, 1), dbias = make(4 * width, 1);
@@ -167,28 +189,27 @@ absl::Status Run() {
   const Tensor wte = make(vocab, width), dwte = make(vocab, width);
   const Tensor wpe = make(seq_len, width), dwpe = make(seq_len, width);
   const Tensor logits = make(tokens, vocab);
-  const Tensor big[3] = {make(1 << 12, 1 << 12), make(1 << 12, 1 << 12), make(1 << 12, 1 << 12)};
+  std::vector<int32_t> token_ids(tokens);
+  for (int64_t n = 0; n < tokens; ++n) token_ids[n] = (n * 7919) % vocab;
+  const int32_t* const ids = make_ids(token_ids);
+  // The table has the rows in use only; in this one every token has its own.
+  std::iota(token_ids.begin(), token_ids.end(), 0);
+  const int32_t* const own_rows = make_ids(token_ids);
+  auto* const loss = static_cast<double*>(allocate(sizeof(double)));
   if (!failed.ok()) return failed;
   const Tensor bias_width = F32(bias.f32(), width), dbias_width = F32(dbias.f32(), width);
-  std::vector<int32_t> ids(tokens);
-  for (int64_t n = 0; n < tokens; ++n) ids[n] = (n * 7919) % vocab;
-  double loss = 0;
 
   std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  threads %d\n\n",
               static_cast<long>(batch), static_cast<long>(seq_len), static_cast<long>(layers),
               static_cast<long>(width), static_cast<long>(heads), static_cast<long>(vocab),
               absl::GetFlag(FLAGS_threads));
   Bench bench(*device, stream, repeats);
-  bench.set_bandwidth_op([&] { kernels->Add(stream, big[0], big[1], big[2]); });
   constexpr Write kWrite = Write::kOverwrite;
 
   bench.Report("embedding forward", 1, false,
-               [&] { kernels->EmbeddingForward(stream, ids.data(), seq_len, wte, wpe, x); });
-  // The table has the rows in use only; here every token has its own.
-  std::vector<int32_t> own_rows(tokens);
-  std::iota(own_rows.begin(), own_rows.end(), 0);
+               [&] { kernels->EmbeddingForward(stream, ids, seq_len, wte, wpe, x); });
   bench.Report("embedding backward", 1, false,
-               [&] { kernels->EmbeddingBackward(stream, own_rows.data(), seq_len, x, y, dwpe); });
+               [&] { kernels->EmbeddingBackward(stream, own_rows, seq_len, x, y, dwpe); });
   bench.Report("layer norm forward", 1, false,
                [&] { kernels->LayerNormForward(stream, x, gain, bias_width, y, mean, rstd); });
   bench.Report("add + layer norm forward", 2 * layers, false, [&] {
@@ -198,27 +219,36 @@ absl::Status Run() {
     kernels->LayerNormBackward(stream, y, x, gain, mean, rstd, z, Write::kAccumulate, dgain,
                                dbias_width, kWrite);
   });
-  bench.Report("GELU forward", layers, false,
-               [&] { kernels->GeluForward(stream, hidden, dhidden); });
-  bench.Report("GELU backward", layers, false,
-               [&] { kernels->GeluBackward(stream, dhidden, hidden, dhidden); });
 
   struct Layer {
     const char* name;
     Tensor in, out;
   };
-  for (const auto& [name, in, out] : {Layer{"qkv", x, qkv}, Layer{"attention projection", x, y},
-                                      Layer{"mlp in", x, hidden}, Layer{"mlp out", hidden, x}}) {
-    const Tensor w = F32(weight.f32(), out.cols, in.cols);
-    const Tensor dw = F32(dweight.f32(), out.cols, in.cols);
+  const auto weights = [](const Tensor& memory, const Tensor& in, const Tensor& out) {
+    return F32(memory.f32(), out.cols, in.cols);
+  };
+  for (const auto& [name, in, out] :
+       {Layer{"qkv", x, qkv}, Layer{"attention projection", x, y}, Layer{"mlp in", x, hidden}}) {
+    const Tensor w = weights(weight, in, out), dw = weights(dweight, in, out);
     const Tensor b = F32(bias.f32(), out.cols), db = F32(dbias.f32(), out.cols);
-    const Tensor dx = F32((in.cols == width ? z : dhidden).f32(), tokens, in.cols);
     const std::string linear = std::string("linear ") + name;
-    bench.Report(linear + " forward", layers, true,
-                 [&] { kernels->LinearForward(stream, in, w, b, out); });
+    if (out.data == hidden.data) {
+      bench.Report(linear + " + GELU forward", layers, true,
+                   [&] { kernels->LinearGeluForward(stream, in, w, b, out, dhidden); });
+    } else {
+      bench.Report(linear + " forward", layers, true,
+                   [&] { kernels->LinearForward(stream, in, w, b, out); });
+    }
     bench.Report(linear + " backward", layers, true,
-                 [&] { kernels->LinearBackward(stream, out, in, w, dx, dw, db, kWrite); });
+                 [&] { kernels->LinearBackward(stream, out, in, w, z, dw, db, kWrite); });
   }
+  const Tensor down = weights(weight, hidden, x), ddown = weights(dweight, hidden, x);
+  bench.Report("linear mlp out + add forward", layers, true,
+               [&] { kernels->LinearAddForward(stream, hidden, down, bias_width, x, y); });
+  bench.Report("GELU + linear mlp out backward", layers, true, [&] {
+    kernels->GeluLinearBackward(stream, x, hidden, hidden, down, dhidden, ddown, dbias_width,
+                                kWrite);
+  });
   bench.Report("head forward", 1, true,
                [&] { kernels->LinearForward(stream, x, wte, Tensor{}, logits); });
   bench.Report("head backward", 1, true,
@@ -230,7 +260,7 @@ absl::Status Run() {
   bench.Report("attention backward", layers, true,
                [&] { kernels->AttentionBackward(stream, shape, x, qkv, y, logsumexp, dqkv); });
   bench.Report("cross-entropy forward, backward", 1, false, [&] {
-    kernels->CrossEntropyForwardBackward(stream, logits, ids.data(), 1.0f / tokens, &loss);
+    kernels->CrossEntropyForwardBackward(stream, logits, ids, 1.0f / tokens, loss);
   });
 
   // Parameters: embeddings, and per block four matrices of 12 C^2 in all, biases and norms.

@@ -158,11 +158,12 @@ absl::StatusOr<Gpt2Config> ParseGpt2ConfigJson(absl::string_view text) {
   return config;
 }
 
-Gpt2::Gpt2(const Gpt2Config& config, bool recompute, Device& device)
+Gpt2::Gpt2(const Gpt2Config& config, bool recompute, Device& device, DType gathered, DType reduced)
     : config_(config),
       recompute_(recompute),
       device_(device),
       kernels_(CreateKernels(device)),
+      types_(kernels_->TypesFor(gathered, reduced)),
       units_(Gpt2Units(config)) {
   DIM0_CHECK(config.Validate().ok());
   stages_.push_back({"embedding", 0, {{kWte}, {kWpe}}});
@@ -181,39 +182,40 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
   const int64_t n = sequences * seq_len;
   const int64_t c = config_.width;
   absl::Status status;
-  const auto allocate = [&](int64_t floats) {
+  const auto allocate_as = [&](DType dtype, int64_t elements) {
     absl::StatusOr<Buffer> buffer =
-        allocator.Allocate(MemoryPurpose::kActivations, floats * sizeof(float));
+        allocator.Allocate(MemoryPurpose::kActivations, elements * SizeOf(dtype));
     if (buffer.ok()) return *std::move(buffer);
     if (status.ok()) status = buffer.status();
     return Buffer();
   };
+  const auto allocate = [&](int64_t elements) { return allocate_as(types_.activations, elements); };
+  const auto allocate_floats = [&](int64_t floats) { return allocate_as(DType::kFloat32, floats); };
   stages_[0].lookups[kWte].most = n;
   stages_[0].lookups[kWpe].most = seq_len;
-  static_assert(sizeof(int32_t) == sizeof(float));
-  token_rows_ = allocate(n);
-  targets_ = allocate(n);
+  token_rows_ = allocate_as(DType::kInt32, n);
+  targets_ = allocate_as(DType::kInt32, n);
   // Without a backward to come, two residual buffers take turns and blocks share their activations.
   residual_.resize(training ? config_.layers + 1 : 2);
   for (Buffer& buffer : residual_) buffer = allocate(n * c);
   blocks_.resize(training && !recompute_ ? config_.layers : 1);
   for (BlockActivations& block : blocks_) {
     block.norm1 = allocate(n * c);
-    block.mean1 = allocate(n);
-    block.rstd1 = allocate(n);
+    block.mean1 = allocate_floats(n);
+    block.rstd1 = allocate_floats(n);
     block.qkv = allocate(n * 3 * c);
     block.attention = allocate(n * c);
-    block.logsumexp = allocate(n * config_.heads);
+    block.logsumexp = allocate_floats(n * config_.heads);
     block.middle = allocate(n * c);
     block.norm2 = allocate(n * c);
-    block.mean2 = allocate(n);
-    block.rstd2 = allocate(n);
+    block.mean2 = allocate_floats(n);
+    block.rstd2 = allocate_floats(n);
     block.up = allocate(n * 4 * c);
     block.gelu = allocate(n * 4 * c);
   }
   final_norm_ = allocate(n * c);
-  final_mean_ = allocate(n);
-  final_rstd_ = allocate(n);
+  final_mean_ = allocate_floats(n);
+  final_rstd_ = allocate_floats(n);
   logits_ = allocate(n * config_.vocab);
   branch_ = allocate(n * c);
   if (training) {
@@ -225,8 +227,19 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
 }
 
 Tensor Gpt2::View(const Buffer& buffer, int64_t cols) const {
-  DIM0_CHECK(buffer.bytes() >= tokens() * cols * static_cast<int64_t>(sizeof(float)));
-  return F32(buffer.f32(), tokens(), cols);
+  const Tensor view = {buffer.data(), types_.activations, tokens(), cols};
+  DIM0_CHECK(buffer.bytes() >= view.bytes());
+  return view;
+}
+
+Tensor Gpt2::PerToken(const Buffer& buffer) const {
+  const Tensor view = F32(buffer.f32(), tokens());
+  DIM0_CHECK(buffer.bytes() >= view.bytes());
+  return view;
+}
+
+Tensor Gpt2::LogSumExp(const BlockActivations& a) const {
+  return F32(a.logsumexp.f32(), batch_size_ * config_.heads, seq_len_);
 }
 
 std::vector<std::vector<int32_t>> Gpt2::RowUses(const Batch& batch) const {
@@ -262,8 +275,8 @@ void Gpt2::Forward(int stage, absl::Span<const Tensor> parameters, bool training
   const Tensor logits = View(logits_, config_.vocab);
   const auto* targets = static_cast<const int32_t*>(targets_.data());
   kernels_->LayerNormForward(stream, View(residual(config_.layers), c), parameters[kFinalGain],
-                             parameters[kFinalBias], norm, View(final_mean_, 1),
-                             View(final_rstd_, 1));
+                             parameters[kFinalBias], norm, PerToken(final_mean_),
+                             PerToken(final_rstd_));
   kernels_->LinearForward(stream, norm, parameters[kWte], Tensor(), logits);
   if (training) {
     kernels_->CrossEntropyForwardBackward(stream, logits, targets, gradient_scale_, loss_sum);
@@ -281,23 +294,22 @@ void Gpt2::BlockForward(int64_t layer, absl::Span<const Tensor> p, bool with_out
   const Tensor middle = View(a.middle, c);
 
   const Tensor norm1 = View(a.norm1, c);
-  kernels_->LayerNormForward(stream, input, p[kNorm1Gain], p[kNorm1Bias], norm1, View(a.mean1, 1),
-                             View(a.rstd1, 1));
+  kernels_->LayerNormForward(stream, input, p[kNorm1Gain], p[kNorm1Bias], norm1, PerToken(a.mean1),
+                             PerToken(a.rstd1));
   kernels_->LinearForward(stream, norm1, p[kQkvWeight], p[kQkvBias], View(a.qkv, 3 * c));
-  const Tensor logsumexp = F32(a.logsumexp.f32(), batch_size_ * config_.heads, seq_len_);
   kernels_->AttentionForward(stream, attention_shape(), View(a.qkv, 3 * c), View(a.attention, c),
-                             logsumexp);
+                             LogSumExp(a));
   kernels_->LinearForward(stream, View(a.attention, c), p[kProjectionWeight], p[kProjectionBias],
                           branch);
 
   const Tensor norm2 = View(a.norm2, c);
   kernels_->AddLayerNormForward(stream, input, branch, p[kNorm2Gain], p[kNorm2Bias], middle, norm2,
-                                View(a.mean2, 1), View(a.rstd2, 1));
-  kernels_->LinearForward(stream, norm2, p[kUpWeight], p[kUpBias], View(a.up, 4 * c));
-  kernels_->GeluForward(stream, View(a.up, 4 * c), View(a.gelu, 4 * c));
+                                PerToken(a.mean2), PerToken(a.rstd2));
+  kernels_->LinearGeluForward(stream, norm2, p[kUpWeight], p[kUpBias], View(a.up, 4 * c),
+                              View(a.gelu, 4 * c));
   if (!with_output) return;
-  kernels_->LinearForward(stream, View(a.gelu, 4 * c), p[kDownWeight], p[kDownBias], branch);
-  kernels_->Add(stream, middle, branch, View(residual(layer + 1), c));
+  kernels_->LinearAddForward(stream, View(a.gelu, 4 * c), p[kDownWeight], p[kDownBias], middle,
+                             View(residual(layer + 1), c));
 }
 
 void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
@@ -320,7 +332,7 @@ void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
     device_.Zero(stream, gradients[kWpe].data, gradients[kWpe].bytes());
   }
   kernels_->LayerNormBackward(stream, View(d_narrow_, c), View(residual(config_.layers), c),
-                              parameters[kFinalGain], View(final_mean_, 1), View(final_rstd_, 1),
+                              parameters[kFinalGain], PerToken(final_mean_), PerToken(final_rstd_),
                               View(d_residual_, c), Write::kOverwrite, gradients[kFinalGain],
                               gradients[kFinalBias], write);
 }
@@ -334,25 +346,23 @@ void Gpt2::BlockBackward(int64_t layer, absl::Span<const Tensor> p, absl::Span<c
   const Tensor d_narrow = View(d_narrow_, c);
   const Tensor d_wide = View(d_wide_, 4 * c);
 
-  kernels_->LinearBackward(stream, d_residual, View(a.gelu, 4 * c), p[kDownWeight], d_wide,
-                           g[kDownWeight], g[kDownBias], write);
-  kernels_->GeluBackward(stream, d_wide, View(a.up, 4 * c), d_wide);
+  kernels_->GeluLinearBackward(stream, d_residual, View(a.up, 4 * c), View(a.gelu, 4 * c),
+                               p[kDownWeight], d_wide, g[kDownWeight], g[kDownBias], write);
   kernels_->LinearBackward(stream, d_wide, View(a.norm2, c), p[kUpWeight], d_narrow, g[kUpWeight],
                            g[kUpBias], write);
-  kernels_->LayerNormBackward(stream, d_narrow, View(a.middle, c), p[kNorm2Gain], View(a.mean2, 1),
-                              View(a.rstd2, 1), d_residual, Write::kAccumulate, g[kNorm2Gain],
+  kernels_->LayerNormBackward(stream, d_narrow, View(a.middle, c), p[kNorm2Gain], PerToken(a.mean2),
+                              PerToken(a.rstd2), d_residual, Write::kAccumulate, g[kNorm2Gain],
                               g[kNorm2Bias], write);
 
   const Tensor d_qkv = View(d_wide_, 3 * c);
-  const Tensor logsumexp = F32(a.logsumexp.f32(), batch_size_ * config_.heads, seq_len_);
   kernels_->LinearBackward(stream, d_residual, View(a.attention, c), p[kProjectionWeight], d_narrow,
                            g[kProjectionWeight], g[kProjectionBias], write);
   kernels_->AttentionBackward(stream, attention_shape(), d_narrow, View(a.qkv, 3 * c),
-                              View(a.attention, c), logsumexp, d_qkv);
+                              View(a.attention, c), LogSumExp(a), d_qkv);
   kernels_->LinearBackward(stream, d_qkv, View(a.norm1, c), p[kQkvWeight], d_narrow, g[kQkvWeight],
                            g[kQkvBias], write);
   kernels_->LayerNormBackward(stream, d_narrow, View(residual(layer), c), p[kNorm1Gain],
-                              View(a.mean1, 1), View(a.rstd1, 1), d_residual, Write::kAccumulate,
+                              PerToken(a.mean1), PerToken(a.rstd1), d_residual, Write::kAccumulate,
                               g[kNorm1Gain], g[kNorm1Bias], write);
 }
 

@@ -53,11 +53,15 @@ absl::StatusOr<Gpt2Config> ParseGpt2ConfigJson(absl::string_view json);
 class Gpt2 : public Model {
  public:
   // `config` is valid. With `recompute` a block keeps only its input and runs its forward again in
-  // backward. `device` outlives the model.
-  Gpt2(const Gpt2Config& config, bool recompute, Device& device);
+  // backward. `device` outlives the model. What it computes in follows from the types in which
+  // parameters will be gathered and gradients reduced; see Kernels::TypesFor.
+  Gpt2(const Gpt2Config& config, bool recompute, Device& device, DType gathered = DType::kFloat32,
+       DType reduced = DType::kFloat32);
 
   absl::Span<const UnitSpec> units() const override { return units_; }
   absl::Span<const Stage> stages() const override { return stages_; }
+  DType parameter_dtype() const override { return types_.parameters; }
+  DType gradient_dtype() const override { return types_.gradients; }
   absl::Status Allocate(Allocator& allocator, int64_t sequences, int64_t seq_len,
                         bool training) override;
   std::vector<std::vector<int32_t>> RowUses(const Batch& batch) const override;
@@ -69,11 +73,12 @@ class Gpt2 : public Model {
                 bool accumulate, Stream& stream) override;
   double FlopsPerToken(int64_t seq_len) const override;
 
-  // [N, V] of the last forward without training; for tests.
+  // [N, V], activations, of the last forward without training; for tests.
   Tensor logits() const { return View(logits_, config_.vocab); }
 
  private:
-  // What a block's forward leaves for its backward. Buffers hold [max N, ...].
+  // What a block's forward leaves for its backward. Buffers hold [max N, ...], mean, rstd and
+  // logsumexp in float32.
   struct BlockActivations {
     Buffer norm1, mean1, rstd1;  // [N, C], [N], [N]
     Buffer qkv;                  // [N, 3C]
@@ -85,8 +90,12 @@ class Gpt2 : public Model {
   };
 
   int64_t tokens() const { return batch_size_ * seq_len_; }
-  // `buffer` as [N, cols] of the current micro-batch.
+  // `buffer` as activations [N, cols] of the current micro-batch.
   Tensor View(const Buffer& buffer, int64_t cols) const;
+  // `buffer` as float32 [N].
+  Tensor PerToken(const Buffer& buffer) const;
+  // The block's logsumexp, float32 [B*H, T].
+  Tensor LogSumExp(const BlockActivations& a) const;
   AttentionShape attention_shape() const { return {batch_size_, seq_len_, config_.heads}; }
   BlockActivations& activations(int64_t layer) { return blocks_[layer % blocks_.size()]; }
   const Buffer& residual(int64_t layer) const { return residual_[layer % residual_.size()]; }
@@ -99,6 +108,7 @@ class Gpt2 : public Model {
   const bool recompute_;
   Device& device_;
   const std::unique_ptr<Kernels> kernels_;
+  const ModelTypes types_;
   const std::vector<UnitSpec> units_;
   std::vector<Stage> stages_;
 

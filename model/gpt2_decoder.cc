@@ -7,14 +7,34 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "runtime/file.h"
+#include "runtime/host_copy.h"
 
 namespace dim0 {
+namespace {
+
+// One buffer for all of `tensors`, each on cache lines of its own.
+absl::StatusOr<Buffer> AllocateTensors(Allocator& allocator, MemoryPurpose purpose,
+                                       absl::Span<Tensor* const> tensors) {
+  const auto aligned = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
+  int64_t bytes = 0;
+  for (const Tensor* tensor : tensors) bytes += aligned(tensor->bytes());
+  DIM0_ASSIGN_OR_RETURN(Buffer buffer, allocator.Allocate(purpose, bytes));
+  auto* next = static_cast<char*>(buffer.data());
+  for (Tensor* tensor : tensors) {
+    tensor->data = next;
+    next += aligned(tensor->bytes());
+  }
+  return buffer;
+}
+
+}  // namespace
 
 Gpt2Decoder::Gpt2Decoder(const Gpt2Config& config, Device& device)
     : config_(config),
       device_(device),
       allocator_(&device),
       kernels_(CreateKernels(device)),
+      types_(kernels_->TypesFor(DefaultParameterDType(device.backend()), DType::kFloat32)),
       units_(Gpt2Units(config)),
       stream_(device.NewStream("decode")) {}
 
@@ -37,45 +57,38 @@ absl::StatusOr<std::unique_ptr<Gpt2Decoder>> Gpt2Decoder::Load(const std::string
 }
 
 absl::Status Gpt2Decoder::Allocate() {
-  int64_t floats = 0;
-  for (const UnitSpec& unit : units_) {
-    for (const ParameterSpec& spec : unit.parameters) floats += spec.size();
-  }
-  DIM0_ASSIGN_OR_RETURN(weights_,
-                        allocator_.Allocate(MemoryPurpose::kParameters, floats * sizeof(float)));
-  float* next = weights_.f32();
-  for (const UnitSpec& unit : units_) {
-    parameters_.emplace_back();
-    for (const ParameterSpec& spec : unit.parameters) {
-      parameters_.back().push_back(F32(next, spec.rows, spec.cols));
-      next += spec.size();
+  std::vector<Tensor*> weights;
+  parameters_.resize(units_.size());
+  for (size_t u = 0; u < units_.size(); ++u) {
+    for (const ParameterSpec& spec : units_[u].parameters) {
+      parameters_[u].push_back({nullptr, types_.parameters, spec.rows, spec.cols});
     }
+    for (Tensor& tensor : parameters_[u]) weights.push_back(&tensor);
   }
+  DIM0_ASSIGN_OR_RETURN(weights_, AllocateTensors(allocator_, MemoryPurpose::kParameters, weights));
 
   const int64_t c = config_.width;
-  DIM0_ASSIGN_OR_RETURN(
-      cache_, allocator_.Allocate(MemoryPurpose::kActivations,
-                                  config_.layers * 2 * config_.positions * c * sizeof(float)));
+  const auto activations = [&](int64_t rows, int64_t cols) {
+    return Tensor{nullptr, types_.activations, rows, cols};
+  };
+  keys_.resize(config_.layers, activations(config_.positions, c));
+  values_ = keys_;
+  std::vector<Tensor*> cache;
+  for (std::vector<Tensor>* tensors : {&keys_, &values_}) {
+    for (Tensor& tensor : *tensors) cache.push_back(&tensor);
+  }
+  DIM0_ASSIGN_OR_RETURN(cache_, AllocateTensors(allocator_, MemoryPurpose::kActivations, cache));
+
+  residual_ = norm_ = attention_ = branch_ = activations(1, c);
+  qkv_ = activations(1, 3 * c);
+  up_ = gelu_ = activations(1, 4 * c);
+  mean_ = rstd_ = F32(nullptr, 1);
+  logits_ = activations(1, config_.vocab);
+  DIM0_ASSIGN_OR_RETURN(scratch_, AllocateTensors(allocator_, MemoryPurpose::kActivations,
+                                                  {&residual_, &norm_, &attention_, &branch_, &qkv_,
+                                                   &up_, &gelu_, &mean_, &rstd_, &logits_}));
   DIM0_ASSIGN_OR_RETURN(token_id_,
                         allocator_.Allocate(MemoryPurpose::kActivations, sizeof(int32_t)));
-  DIM0_ASSIGN_OR_RETURN(
-      scratch_, allocator_.Allocate(MemoryPurpose::kActivations,
-                                    (4 * c + 3 * c + 4 * c + 2 + config_.vocab) * sizeof(float)));
-  next = scratch_.f32();
-  const auto take = [&](int64_t cols) {
-    const Tensor row = F32(next, 1, cols);
-    next += cols;
-    return row;
-  };
-  residual_ = take(c);
-  norm_ = take(c);
-  attention_ = take(c);
-  branch_ = take(c);
-  qkv_ = take(3 * c);
-  wide_ = take(4 * c);
-  mean_ = take(1);
-  rstd_ = take(1);
-  logits_ = take(config_.vocab);
   host_logits_.resize(config_.vocab);
   return absl::OkStatus();
 }
@@ -115,9 +128,7 @@ absl::Status Gpt2Decoder::LoadWeights(const SafetensorsFile& file,
       weights.resize(spec.size());
       DIM0_RETURN_IF_ERROR(file.ReadFloats(*tensors[next++], 0, absl::MakeSpan(weights)));
       if (Gpt2StoredTransposed(spec)) weights = TransposedCopy(weights, spec.cols, spec.rows);
-      device_.CopyFromHost(*stream_, parameters_[u][i].data, weights.data(),
-                           spec.size() * sizeof(float));
-      DIM0_RETURN_IF_ERROR(stream_->Synchronize());
+      DIM0_RETURN_IF_ERROR(CopyFloatsFromHost(device_, *stream_, weights, parameters_[u][i]));
     }
   }
   return absl::OkStatus();
@@ -146,32 +157,23 @@ absl::Status Gpt2Decoder::Feed(int32_t token) {
   // In the order of Gpt2Units: wte, wpe, final gain and bias; per block gain and bias of a norm,
   // then weight and bias of two linear maps, twice.
   const std::vector<Tensor>& root = parameters_[0];
-  Tensor position_row = root[1];
-  position_row.data = root[1].f32() + position * config_.width;
-  position_row.rows = 1;
   kernels_->EmbeddingForward(*stream_, static_cast<const int32_t*>(token_id_.data()), 1, root[0],
-                             position_row, residual_);
-  const int64_t cache_floats = config_.positions * config_.width;
+                             Rows(root[1], position, 1), residual_);
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     const std::vector<Tensor>& p = parameters_[layer + 1];
-    float* cache = cache_.f32() + layer * 2 * cache_floats;
     kernels_->LayerNormForward(*stream_, residual_, p[0], p[1], norm_, mean_, rstd_);
     kernels_->LinearForward(*stream_, norm_, p[2], p[3], qkv_);
-    kernels_->AttentionDecode(
-        *stream_, config_.heads, position, qkv_, F32(cache, config_.positions, config_.width),
-        F32(cache + cache_floats, config_.positions, config_.width), attention_);
+    kernels_->AttentionDecode(*stream_, config_.heads, position, qkv_, keys_[layer], values_[layer],
+                              attention_);
     kernels_->LinearForward(*stream_, attention_, p[4], p[5], branch_);
     kernels_->AddLayerNormForward(*stream_, residual_, branch_, p[6], p[7], residual_, norm_, mean_,
                                   rstd_);
-    kernels_->LinearForward(*stream_, norm_, p[8], p[9], wide_);
-    kernels_->GeluForward(*stream_, wide_, wide_);
-    kernels_->LinearForward(*stream_, wide_, p[10], p[11], branch_);
-    kernels_->Add(*stream_, residual_, branch_, residual_);
+    kernels_->LinearGeluForward(*stream_, norm_, p[8], p[9], up_, gelu_);
+    kernels_->LinearAddForward(*stream_, gelu_, p[10], p[11], residual_, residual_);
   }
   kernels_->LayerNormForward(*stream_, residual_, root[2], root[3], norm_, mean_, rstd_);
   kernels_->LinearForward(*stream_, norm_, root[0], Tensor(), logits_);
-  device_.CopyToHost(*stream_, host_logits_.data(), logits_.data, logits_.bytes());
-  DIM0_RETURN_IF_ERROR(stream_->Synchronize());
+  DIM0_RETURN_IF_ERROR(CopyFloatsToHost(device_, *stream_, logits_, absl::MakeSpan(host_logits_)));
   if (!std::all_of(host_logits_.begin(), host_logits_.end(),
                    [](float logit) { return std::isfinite(logit); })) {
     return absl::DataLossError(

@@ -47,13 +47,15 @@ class Gpt2Decoder {
   Device& device_;
   Allocator allocator_;
   const std::unique_ptr<Kernels> kernels_;
+  const ModelTypes types_;
   const std::vector<UnitSpec> units_;
 
   std::vector<std::vector<Tensor>> parameters_;  // by unit
   Buffer weights_;
-  Buffer cache_;  // per layer: keys [P, C], values [P, C]
+  std::vector<Tensor> keys_, values_;  // by layer, [P, C]
+  Buffer cache_;
+  Tensor residual_, norm_, qkv_, attention_, up_, gelu_, branch_, mean_, rstd_, logits_;
   Buffer scratch_;
-  Tensor residual_, norm_, qkv_, attention_, wide_, branch_, mean_, rstd_, logits_;
   Buffer token_id_;
   int32_t next_token_ = 0;        // host copy of token_id_
   std::vector<int32_t> context_;  // tokens in the cache

@@ -9,6 +9,8 @@ std::unique_ptr<Kernels> CreateKernels(Device& device) {
   switch (device.backend()) {
     case Backend::kCpu:
       return std::make_unique<cpu::CpuKernels>(static_cast<cpu::CpuDevice&>(device));
+    case Backend::kCuda:
+      break;
   }
   DIM0_CHECK(false);
 }

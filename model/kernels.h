@@ -4,6 +4,11 @@
 //
 // N = B*T tokens, C = width, H heads, D = C/H, V = vocabulary. Gradients named d... are with
 // respect to the mean loss. A `Write` says whether a gradient is written or added to what is there.
+//
+// Types are those of ModelTypes: weight, gain, bias and the tables wte and wpe are parameters;
+// dweight, dgain, dbias, dwte and dwpe are gradients; mean, rstd and logsumexp are float32 and the
+// loss float64; all other tensors are activations. Arithmetic and sums are in float32 or wider
+// whatever the types, and each result is rounded once, to nearest, ties to even.
 #ifndef DIM0_MODEL_KERNELS_H_
 #define DIM0_MODEL_KERNELS_H_
 
@@ -18,6 +23,13 @@ namespace dim0 {
 
 enum class Write : bool { kOverwrite, kAccumulate };
 
+// Each float32 or bfloat16.
+struct ModelTypes {
+  DType parameters = DType::kFloat32;
+  DType activations = DType::kFloat32;
+  DType gradients = DType::kFloat32;  // of parameters
+};
+
 struct AttentionShape {
   int64_t batch;    // B
   int64_t seq_len;  // T
@@ -27,6 +39,10 @@ struct AttentionShape {
 class Kernels {
  public:
   virtual ~Kernels() = default;
+
+  // What a model computes in here whose parameters are gathered as `gathered` and whose gradients
+  // are reduced as `reduced`. No other types are given to the methods below.
+  virtual ModelTypes TypesFor(DType gathered, DType reduced) const = 0;
 
   // out[n, :] = wte[tokens[n], :] + wpe[n mod T, :]. tokens: N int32 in [0, V). wte [V, C], wpe [P,
   // C] with P >= T, out [N, C].
@@ -56,20 +72,24 @@ class Kernels {
   // y [N, out] = x [N, in] weight^T + bias; weight [out, in], bias [out] or empty (rows == 0).
   virtual void LinearForward(Stream& stream, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& y) = 0;
+  // y [N, out] = x weight^T + bias + residual. y may be the residual.
+  virtual void LinearAddForward(Stream& stream, const Tensor& x, const Tensor& weight,
+                                const Tensor& bias, const Tensor& residual, const Tensor& y) = 0;
+  // up [N, out] = x weight^T + bias, y = gelu(up), with gelu(x) = 0.5 x (1 + tanh(sqrt(2/pi) (x +
+  // 0.044715 x^3))).
+  virtual void LinearGeluForward(Stream& stream, const Tensor& x, const Tensor& weight,
+                                 const Tensor& bias, const Tensor& up, const Tensor& y) = 0;
   // dx [N, in] = dy weight, always written; skipped when dx.rows == 0. dweight = dy^T x, dbias =
   // column sums of dy (skipped when dbias.rows == 0), both per `write`.
   virtual void LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x,
                               const Tensor& weight, const Tensor& dx, const Tensor& dweight,
                               const Tensor& dbias, Write write) = 0;
 
-  // y = 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). Same shapes.
-  virtual void GeluForward(Stream& stream, const Tensor& x, const Tensor& y) = 0;
-  // dx = dy * gelu'(x). dx may be dy.
-  virtual void GeluBackward(Stream& stream, const Tensor& dy, const Tensor& x,
-                            const Tensor& dx) = 0;
-
-  // sum = x + delta. sum may be either.
-  virtual void Add(Stream& stream, const Tensor& x, const Tensor& delta, const Tensor& sum) = 0;
+  // The same of a linear map whose input is x = gelu(up), and on through the GELU: dup [N, in] =
+  // (dy weight) * gelu'(up), always written.
+  virtual void GeluLinearBackward(Stream& stream, const Tensor& dy, const Tensor& up,
+                                  const Tensor& x, const Tensor& weight, const Tensor& dup,
+                                  const Tensor& dweight, const Tensor& dbias, Write write) = 0;
 
   // Causal self-attention, scale 1/sqrt(D). qkv [N, 3C]: q, k, v side by side, each by head. out
   // [N, C]. logsumexp [B*H, T] of the scaled, masked scores is all that is kept for backward;

@@ -3,6 +3,7 @@
 #include "model/kernels.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -523,19 +524,35 @@ TEST_P(KernelsTest, LinearGradientsMatchFloat64) {
   }
 }
 
-// ---- elementwise
-// ---------------------------------------------------------------------------------
+// ---- GELU
+// ----------------------------------------------------------------------------------------
 
 constexpr int64_t kElementCounts[] = {1, 7, 8, 9, 31, 33, 64, 65, 4095, 4097, 12301};
 
+// GELU alone: of a linear map of one feature, with weight 1 and bias 0.
+struct Gelu {
+  Floats one = {1}, zero = {0}, dweight = {0}, dbias = {0};
+
+  void Forward(Runner& run, Floats& x, Floats& y) {
+    Floats up(x.size());
+    run->LinearGeluForward(run.stream(), Vector(x), Vector(one), Vector(zero), Vector(up),
+                           Vector(y));
+    run.Finish();
+  }
+  void Backward(Runner& run, Floats& dy, Floats& up, Floats& dup) {
+    Floats x(up.size());
+    run->GeluLinearBackward(run.stream(), Vector(dy), Vector(up), Vector(x), Vector(one),
+                            Vector(dup), Vector(dweight), Vector(dbias), Write::kOverwrite);
+    run.Finish();
+  }
+};
+
 TEST_P(KernelsTest, GeluAndItsGradientMatchFloat64) {
   for (int64_t size : kElementCounts) {
-    const Floats x = Random(size, 1, 0.0f, 3.0f), dy = Random(size, 2);
-    Floats y(size), dx(size), dx_in_place = dy;
-    run_->GeluForward(run_.stream(), Vector(x), Vector(y));
-    run_->GeluBackward(run_.stream(), Vector(dy), Vector(x), Vector(dx));
-    run_->GeluBackward(run_.stream(), Vector(dx_in_place), Vector(x), Vector(dx_in_place));
-    run_.Finish();
+    Floats x = Random(size, 1, 0.0f, 3.0f), dy = Random(size, 2);
+    Floats y(size), dx(size);
+    Gelu().Forward(run_, x, y);
+    Gelu().Backward(run_, dy, x, dx);
     Doubles expected_y(size), expected_dx(size);
     for (int64_t i = 0; i < size; ++i) {
       expected_y[i] = ReferenceGelu(x[i]);
@@ -543,7 +560,6 @@ TEST_P(KernelsTest, GeluAndItsGradientMatchFloat64) {
     }
     ExpectNear(y, expected_y, 3e-7, "y");
     ExpectNear(dx, expected_dx, 5e-7, "dx");
-    EXPECT_TRUE(BitEqual(dx, dx_in_place));
     const Doubles dy64 = ToDoubles(dy);
     auto loss = [&](const Doubles& v) {
       double sum = 0;
@@ -555,12 +571,11 @@ TEST_P(KernelsTest, GeluAndItsGradientMatchFloat64) {
 }
 
 TEST_P(KernelsTest, GeluIsTheIdentityOrZeroFarFromZeroAndPassesNaN) {
-  const Floats x = {0.0f, 12.0f, 1e10f, 1e30f, -12.0f, -1e10f, -1e30f, kInfinity, kNaN, -1.0f};
-  const Floats one(x.size(), 1.0f);
+  Floats x = {0.0f, 12.0f, 1e10f, 1e30f, -12.0f, -1e10f, -1e30f, kInfinity, kNaN, -1.0f};
+  Floats one(x.size(), 1.0f);
   Floats y(x.size()), dx(x.size());
-  run_->GeluForward(run_.stream(), Vector(x), Vector(y));
-  run_->GeluBackward(run_.stream(), Vector(one), Vector(x), Vector(dx));
-  run_.Finish();
+  Gelu().Forward(run_, x, y);
+  Gelu().Backward(run_, one, x, dx);
   for (size_t i = 0; i < x.size(); ++i) {
     if (std::isnan(x[i])) {
       EXPECT_TRUE(std::isnan(y[i]));
@@ -577,17 +592,80 @@ TEST_P(KernelsTest, GeluIsTheIdentityOrZeroFarFromZeroAndPassesNaN) {
   EXPECT_FLOAT_EQ(dx[0], 0.5f);
 }
 
-TEST_P(KernelsTest, AddWorksInPlace) {
-  for (int64_t size : kElementCounts) {
-    const Floats x = Random(size, 1), delta = Random(size, 2);
-    Floats expected(size);
-    for (int64_t i = 0; i < size; ++i) expected[i] = x[i] + delta[i];
-    for (int target : {0, 1, 2}) {
-      Floats buffers[3] = {x, delta, Floats(size)};
-      run_->Add(run_.stream(), Vector(buffers[0]), Vector(buffers[1]), Vector(buffers[target]));
-      run_.Finish();
-      EXPECT_EQ(buffers[target], expected);
+TEST_P(KernelsTest, LinearWithGeluAndItsGradientMatchFloat64) {
+  for (const auto& [tokens, in, out] :
+       {std::array<int64_t, 3>{1, 1, 1}, {5, 3, 7}, {33, 17, 70}, {65, 64, 256}}) {
+    const Floats x = Random(tokens * in, 1), weight = Random(out * in, 2), bias = Random(out, 3);
+    Floats up(tokens * out, kNaN), y(tokens * out, kNaN);
+    run_->LinearGeluForward(run_.stream(), Matrix(x, tokens), Matrix(weight, out), Vector(bias),
+                            Matrix(up, tokens), Matrix(y, tokens));
+    run_.Finish();
+    Doubles expected_up(up.size()), expected_y(up.size());
+    for (int64_t n = 0; n < tokens; ++n) {
+      for (int64_t o = 0; o < out; ++o) {
+        double sum = bias[o];
+        for (int64_t i = 0; i < in; ++i) sum += double{x[n * in + i]} * weight[o * in + i];
+        expected_up[n * out + o] = sum;
+        expected_y[n * out + o] = ReferenceGelu(sum);
+      }
     }
+    ExpectNear(up, expected_up, 2e-6, "up");
+    ExpectNear(y, expected_y, 2e-6, "y");
+
+    // The map back down, whose input y is.
+    const Floats down = Random(in * out, 4), dy = Random(tokens * in, 5);
+    for (const Write write : {Write::kOverwrite, Write::kAccumulate}) {
+      const float start = write == Write::kAccumulate ? 0.5f : kNaN;
+      Floats dup(tokens * out, kNaN), dweight(in * out, start), dbias(in, start);
+      run_->GeluLinearBackward(run_.stream(), Matrix(dy, tokens), Matrix(up, tokens),
+                               Matrix(y, tokens), Matrix(down, in), Matrix(dup, tokens),
+                               Matrix(dweight, in), Vector(dbias), write);
+      run_.Finish();
+      const double held = write == Write::kAccumulate ? 0.5 : 0;
+      Doubles expected_dup(dup.size()), expected_dweight(dweight.size(), held);
+      Doubles expected_dbias(dbias.size(), held);
+      for (int64_t n = 0; n < tokens; ++n) {
+        for (int64_t o = 0; o < out; ++o) {
+          double sum = 0;
+          for (int64_t i = 0; i < in; ++i) sum += double{dy[n * in + i]} * down[i * out + o];
+          expected_dup[n * out + o] = sum * ReferenceGeluDerivative(up[n * out + o]);
+        }
+        for (int64_t i = 0; i < in; ++i) {
+          expected_dbias[i] += dy[n * in + i];
+          for (int64_t o = 0; o < out; ++o) {
+            expected_dweight[i * out + o] += double{dy[n * in + i]} * y[n * out + o];
+          }
+        }
+      }
+      ExpectNear(dup, expected_dup, 2e-6, "dup");
+      ExpectNear(dweight, expected_dweight, 2e-6, "dweight");
+      ExpectNear(dbias, expected_dbias, 2e-6, "dbias");
+    }
+  }
+}
+
+TEST_P(KernelsTest, LinearAddsTheResidualAlsoInPlace) {
+  for (const auto& [tokens, in, out] :
+       {std::array<int64_t, 3>{1, 1, 1}, {5, 7, 3}, {33, 70, 17}, {65, 256, 64}}) {
+    const Floats x = Random(tokens * in, 1), weight = Random(out * in, 2), bias = Random(out, 3);
+    const Floats residual = Random(tokens * out, 4);
+    Floats y(tokens * out, kNaN), in_place = residual;
+    run_->LinearAddForward(run_.stream(), Matrix(x, tokens), Matrix(weight, out), Vector(bias),
+                           Matrix(residual, tokens), Matrix(y, tokens));
+    run_->LinearAddForward(run_.stream(), Matrix(x, tokens), Matrix(weight, out), Vector(bias),
+                           Matrix(in_place, tokens), Matrix(in_place, tokens));
+    run_.Finish();
+    Doubles expected(residual.begin(), residual.end());
+    for (int64_t n = 0; n < tokens; ++n) {
+      for (int64_t o = 0; o < out; ++o) {
+        expected[n * out + o] += bias[o];
+        for (int64_t i = 0; i < in; ++i) {
+          expected[n * out + o] += double{x[n * in + i]} * weight[o * in + i];
+        }
+      }
+    }
+    ExpectNear(y, expected, 2e-6, "y");
+    EXPECT_TRUE(BitEqual(y, in_place));
   }
 }
 
@@ -808,8 +886,8 @@ std::vector<Floats> RunAllOnThreads(int threads) {
                         Matrix(wpe, kSeqLen), Matrix(embedded, kTokens));
   run->LayerNormForward(run.stream(), Matrix(embedded, kTokens), Vector(gain), Vector(bias),
                         Matrix(normed, kTokens), Vector(mean), Vector(rstd));
-  run->GeluForward(run.stream(), Vector(normed), Vector(activated));
-  run->GeluBackward(run.stream(), Vector(embedded), Vector(normed), Vector(dactivated));
+  Gelu().Forward(run, normed, activated);
+  Gelu().Backward(run, embedded, normed, dactivated);
   run->LayerNormBackward(run.stream(), Matrix(dactivated, kTokens), Matrix(embedded, kTokens),
                          Vector(gain), Vector(mean), Vector(rstd), Matrix(dx, kTokens),
                          Write::kOverwrite, Vector(dgain), Vector(dbias), Write::kOverwrite);

@@ -31,6 +31,7 @@ absl::Status AdamW::Update(const Unit& unit, const StepParams& params, const Eve
                        .gradient = shard.gradient,
                        .first_moment = found->second.first,
                        .second_moment = found->second.second,
+                       .copy = shard.copy,
                        .weight_decay = found->second.weight_decay});
   }
   stream_->Wait(ready);

@@ -6,8 +6,10 @@
 // read. If it is not finite, the method changes nothing: a step whose gradients are broken leaves
 // no trace.
 //
-// Parameters, gradients, state and matrix products are float32. What travels between ranks ("any
-// type" below) is float32 or bfloat16, rounded to nearest, ties to even.
+// Values, gradients and what travels between ranks ("any type" below) are float32 or bfloat16, each
+// on its own; state is float32. Arithmetic is in float32, and results are rounded to nearest, ties
+// to even. A float32 value may have a `copy` in bfloat16, which gets the new value in the same
+// pass; the copy has no rows where there is none.
 #ifndef DIM0_OPTIM_KERNELS_H_
 #define DIM0_OPTIM_KERNELS_H_
 
@@ -21,9 +23,10 @@
 
 namespace dim0 {
 
-// All four of one shape; any may be empty.
+// All of one shape, but for a `copy` without rows; any may be empty.
 struct AdamWTensor {
   Tensor value, gradient, first_moment, second_moment;
+  Tensor copy = {};
   double weight_decay = 0;
 };
 struct AdamWArguments {
@@ -36,6 +39,7 @@ struct AdamWArguments {
 // not in the decay.
 struct RmnpTensor {
   Tensor value, gradient, momentum;
+  Tensor copy = {};
   double scale = 1;
   // Where rows are cut between ranks: one float a row, device memory, for sums of squares.
   float* row_squares = nullptr;
@@ -70,16 +74,24 @@ class OptimizerKernels {
   virtual void RmnpApply(Stream& stream, std::vector<RmnpTensor> parts,
                          const RmnpArguments& arguments) = 0;
 
-  // V <- mu V + G; out = G + mu V with Nesterov, V without. Same shapes; `out` of any type.
+  // V <- mu V + G; out = G + mu V with Nesterov, V without. Same shapes; `gradient` and `out` of
+  // any type.
   virtual void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
                         bool nesterov, const float* gradient_scale, const Tensor& out) = 0;
 
-  // W <- W (1 - decay) - step * update. Same shapes; `update` of any type.
-  virtual void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& update, float step,
-                           float decay, const float* gradient_scale) = 0;
+  // W <- W (1 - decay) - step * update. Same shapes; `value` and `update` of any type.
+  virtual void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& copy,
+                           const Tensor& update, float step, float decay,
+                           const float* gradient_scale) = 0;
 
-  // out = length x / ||x||_F, the norm in float64; a zero matrix stays zero. `x` of any type; `out`
-  // may be `x`.
+  // What follows is what Newton-Schulz is made of.
+
+  // The type that it runs in here: of the operands of the matrix products, all three alike, which
+  // sum in float32.
+  virtual DType matrix_dtype() const = 0;
+
+  // out = length x / ||x||_F, the norm in float64; a zero matrix stays zero. Each of any type;
+  // `out` may be `x`.
   virtual void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) = 0;
 
   // c [s, s] = alpha op(x) op(x)^T + beta c, with op the transpose if `transposed`.
@@ -95,7 +107,7 @@ class OptimizerKernels {
   virtual void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a,
                       const Tensor& b, bool transpose_b, float beta, const Tensor& c) = 0;
 
-  // c [s, s] <- c + value I.
+  // c [s, s] <- c + value I; of matrix_dtype().
   virtual void AddToDiagonal(Stream& stream, const Tensor& c, float value) = 0;
 
   // Same size; each of any type.

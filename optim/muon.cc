@@ -28,13 +28,9 @@ int NumBlocks(const ParameterSpec& spec, MatrixSplit split) {
   return 1;
 }
 
-// Rows [begin, begin + rows) of a matrix.
-Tensor Rows(Tensor matrix, int64_t begin, int64_t rows) {
-  if (matrix.data != nullptr) {
-    matrix.data = static_cast<char*>(matrix.data) + begin * matrix.cols * SizeOf(matrix.dtype);
-  }
-  matrix.rows = rows;
-  return matrix;
+// Those rows of `shard`'s copy, if it has one.
+Tensor CopyRows(const ParameterShard& shard, int64_t begin, int64_t rows) {
+  return shard.copy.rows > 0 ? Rows(shard.copy, begin, rows) : shard.copy;
 }
 
 }  // namespace
@@ -200,7 +196,7 @@ absl::Status Muon::Allocate(const OptimizerResources& resources) {
     DIM0_RETURN_IF_ERROR(allocate(rows_bytes, slot.rows));
     DIM0_RETURN_IF_ERROR(allocate(whole_bytes, slot.whole));
   }
-  DIM0_RETURN_IF_ERROR(allocate(workspace * sizeof(float), workspace_));
+  DIM0_RETURN_IF_ERROR(allocate(workspace * SizeOf(kernels_->matrix_dtype()), workspace_));
   if (resources.allocator->plan_only()) return absl::OkStatus();
 
   for (size_t k = 0; k < batches_.size(); ++k) {
@@ -267,7 +263,8 @@ void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
     const RecordedUnit recorded_block(device_.recorder(), placed.block->unit, Phase::kUpdate);
     const NewtonSchulz& newton_schulz = placed.block->newton_schulz;
     const Event start = newton_schulz_->Record();
-    newton_schulz.Enqueue(*kernels_, *newton_schulz_, placed.whole, placed.whole, workspace_.f32());
+    newton_schulz.Enqueue(*kernels_, *newton_schulz_, placed.whole, placed.whole,
+                          workspace_.data());
     times_.emplace_back(start, newton_schulz_->Record());
     ++work_.calls;
     work_.flops += newton_schulz.flops();
@@ -279,9 +276,10 @@ void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
   for (const Placed& placed : batch.placed) {
     const Block& block = *placed.block;
     const RecordedUnit recorded_block(device_.recorder(), block.unit, Phase::kUpdate);
-    kernels_->ApplyUpdate(*scatter_,
-                          Rows(shards_[block.id].value, block.offset, block.momentum.rows),
-                          placed.local, static_cast<float>(lr * block.scale),
+    const ParameterShard& shard = shards_[block.id];
+    kernels_->ApplyUpdate(*scatter_, Rows(shard.value, block.offset, block.momentum.rows),
+                          CopyRows(shard, block.offset, block.momentum.rows), placed.local,
+                          static_cast<float>(lr * block.scale),
                           static_cast<float>(lr * config_.weight_decay), params.gradient_scale);
   }
   slot.free = scatter_->Record();

@@ -48,10 +48,11 @@ class Probe : public OptimizerKernels {
                 const Tensor&) override {
     Count(stream, &Counts::momentum);
   }
-  void ApplyUpdate(Stream& stream, const Tensor&, const Tensor&, float, float,
+  void ApplyUpdate(Stream& stream, const Tensor&, const Tensor&, const Tensor&, float, float,
                    const float*) override {
     Count(stream, &Counts::apply);
   }
+  DType matrix_dtype() const override { return DType::kFloat32; }
   void Normalize(Stream& stream, const Tensor&, double, const Tensor&) override {
     const int before = normalized_++;
     Count(stream, &Counts::normalize);

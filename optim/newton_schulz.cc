@@ -31,6 +31,11 @@ double StartLength(NewtonSchulzCoefficients coefficients) {
   return coefficients == NewtonSchulzCoefficients::kPolarExpress ? 1 / 1.02 : 1;
 }
 
+// The part of `workspace` that begins at element `begin`, as a matrix.
+Tensor Part(const Tensor& workspace, int64_t begin, int64_t rows, int64_t cols) {
+  return {workspace.at(begin), workspace.dtype, rows, cols};
+}
+
 }  // namespace
 
 absl::StatusOr<NewtonSchulzCoefficients> ParseNewtonSchulzCoefficients(absl::string_view name) {
@@ -110,25 +115,24 @@ double NewtonSchulz::flops() const {
 int64_t NewtonSchulz::workspace() const { return 2 * s_ * l_ + (gram() ? 5 : 2) * s_ * s_; }
 
 void NewtonSchulz::Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in,
-                           const Tensor& out, float* workspace) const {
+                           const Tensor& out, void* workspace) const {
   DIM0_CHECK(in.rows == m_ && in.cols == n_ && out.rows == m_ && out.cols == n_);
-  kernels.Normalize(stream, in, StartLength(coefficients_), F32(workspace, m_, n_));
+  const Tensor memory = {workspace, kernels.matrix_dtype(), this->workspace()};
+  kernels.Normalize(stream, in, StartLength(coefficients_), Part(memory, 0, m_, n_));
   if (gram()) {
-    EnqueueGram(kernels, stream, out, workspace);
+    EnqueueGram(kernels, stream, out, memory);
   } else {
-    EnqueueDirect(kernels, stream, out, workspace);
+    EnqueueDirect(kernels, stream, out, memory);
   }
 }
 
-// X is at the start of the workspace.
 void NewtonSchulz::EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                                 float* workspace) const {
+                                 const Tensor& workspace) const {
   const bool tall = m_ > n_;
-  Tensor x = F32(workspace, m_, n_);
-  Tensor next = F32(workspace + x.size(), m_, n_);
-  float* squares = workspace + 2 * x.size();
-  const Tensor gram = F32(squares, s_, s_);
-  const Tensor polynomial = F32(squares + s_ * s_, s_, s_);
+  Tensor x = Part(workspace, 0, m_, n_);
+  Tensor next = Part(workspace, x.size(), m_, n_);
+  const Tensor gram = Part(workspace, 2 * x.size(), s_, s_);
+  const Tensor polynomial = Part(workspace, 2 * x.size() + gram.size(), s_, s_);
   const bool standard = algorithm_ == NewtonSchulzAlgorithm::kStandard;
 
   for (const NewtonSchulzStep& step : Steps(coefficients_)) {
@@ -152,14 +156,14 @@ void NewtonSchulz::EnqueueDirect(OptimizerKernels& kernels, Stream& stream, cons
 }
 
 void NewtonSchulz::EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                               float* workspace) const {
+                               const Tensor& workspace) const {
   const bool tall = m_ > n_;
-  Tensor x = F32(workspace, m_, n_);
-  Tensor next = F32(workspace + x.size(), m_, n_);
-  float* squares = workspace + 2 * x.size();
+  Tensor x = Part(workspace, 0, m_, n_);
+  Tensor next = Part(workspace, x.size(), m_, n_);
+  int64_t taken = 2 * x.size();
   const auto take = [&] {
-    const Tensor square = F32(squares, s_, s_);
-    squares += s_ * s_;
+    const Tensor square = Part(workspace, taken, s_, s_);
+    taken += square.size();
     return square;
   };
   // R = X X^T of the X that Q would make; Q is what X is still to be multiplied by.

@@ -57,21 +57,22 @@ class NewtonSchulz {
   NewtonSchulzAlgorithm algorithm() const { return algorithm_; }
   // Symmetric products counted as one triangle, s (s + 1) k for an inner dimension k.
   double flops() const;
-  // Floats of scratch memory that Enqueue needs.
+  // Elements, of the kernels' matrix_dtype(), of scratch memory that Enqueue needs.
   int64_t workspace() const;
 
   // out = the orthogonalised `in`, both [m, n], float32 or bfloat16; `out` may be `in`. The length
   // of `in` does not matter; a zero matrix stays zero.
   void Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in, const Tensor& out,
-               float* workspace) const;
+               void* workspace) const;
 
  private:
   bool gram() const;
   bool restarts_before(int step) const;
+  // X is at the start of the workspace, which the tensor is all of.
   void EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                     float* workspace) const;
+                     const Tensor& workspace) const;
   void EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                   float* workspace) const;
+                   const Tensor& workspace) const;
   void Apply(OptimizerKernels& kernels, Stream& stream, const Tensor& polynomial, const Tensor& x,
              const Tensor& next) const;
 

@@ -37,6 +37,7 @@ absl::Status Rmnp::Update(const Unit& unit, const StepParams& params, const Even
     matrices.push_back({.value = shard.value,
                         .gradient = shard.gradient,
                         .momentum = found->second.momentum,
+                        .copy = shard.copy,
                         .scale = found->second.scale});
   }
   stream_->Wait(ready);

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "collectives/dtype.h"
 #include "optim/state.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
@@ -81,26 +82,39 @@ class SignMomentum : public Optimizer {
   // threads of a rank, it moves behind OptimizerKernels.
   void EnqueueKernel(const ParameterShard& shard, const Tensor& momentum, double lr,
                      const float* gradient_scale) {
-    const int64_t size = shard.value.size();
+    const double bytes = 2.0 * shard.value.bytes() + shard.copy.bytes() + shard.gradient.bytes() +
+                         2.0 * momentum.bytes();
+    stream_->Enqueue({.name = "sign_momentum",
+                      .kind = OpKind::kOptimizer,
+                      .flops = 6.0 * shard.value.size(),
+                      .bytes = bytes},
+                     [this, shard, momentum, lr, gradient_scale](const OpContext& /*context*/) {
+                       // Not finite when the step's gradients are not: leave no trace of them.
+                       if (!std::isfinite(*gradient_scale)) return absl::OkStatus();
+                       // Parameters and gradients are float32 or bfloat16.
+                       WithElements(shard.value, [&](auto* value) {
+                         WithElements(shard.gradient, [&](const auto* gradient) {
+                           RunKernel(value, static_cast<BFloat16*>(shard.copy.data), gradient,
+                                     momentum, lr, *gradient_scale);
+                         });
+                       });
+                       return absl::OkStatus();
+                     });
+  }
+
+  template <typename Value, typename Gradient>
+  void RunKernel(Value* w, BFloat16* copy, const Gradient* g, const Tensor& momentum, double lr,
+                 float gradient_scale) const {
+    float* const v = momentum.f32();
     const auto mu = static_cast<float>(config_.momentum);
     const auto keep = static_cast<float>(1 - lr * config_.weight_decay);
-    stream_->Enqueue(
-        {.name = "sign_momentum",
-         .kind = OpKind::kOptimizer,
-         .flops = 6.0 * size,
-         .bytes = 20.0 * size},
-        [size, mu, keep, lr = static_cast<float>(lr), gradient_scale, w = shard.value.f32(),
-         g = shard.gradient.f32(), v = momentum.f32()](const OpContext& /*context*/) {
-          const float scale = *gradient_scale;
-          // Not finite when the step's gradients are not: leave no trace of them.
-          if (!std::isfinite(scale)) return absl::OkStatus();
-          for (int64_t i = 0; i < size; ++i) {
-            v[i] = mu * v[i] + (1 - mu) * (scale * g[i]);
-            const auto sign = static_cast<float>((v[i] > 0) - (v[i] < 0));
-            w[i] = keep * w[i] - lr * sign;
-          }
-          return absl::OkStatus();
-        });
+    for (int64_t i = 0; i < momentum.size(); ++i) {
+      v[i] = mu * v[i] + (1 - mu) * (gradient_scale * static_cast<float>(g[i]));
+      const auto sign = static_cast<float>((v[i] > 0) - (v[i] < 0));
+      const float updated = keep * static_cast<float>(w[i]) - static_cast<float>(lr) * sign;
+      w[i] = static_cast<Value>(updated);
+      if (copy != nullptr) copy[i] = BFloat16(updated);
+    }
   }
 
   const SignMomentumConfig config_;

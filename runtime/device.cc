@@ -6,6 +6,10 @@
 
 namespace dim0 {
 
+DType DefaultParameterDType(Backend backend) {
+  return backend == Backend::kCpu ? DType::kFloat32 : DType::kBFloat16;
+}
+
 absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int threads,
                                                      Residency residency, int ordinal) {
   if (threads < 1) {

@@ -59,19 +59,22 @@ class Device {
   // ResourceExhausted, with advice, if so many cannot even start.
   virtual absl::StatusOr<AvailableMemory> Available(int threads) const = 0;
 
-  // The float32 matrix-product rate in FLOP/s of this rank's threads, over about `duration`, on
-  // square matrices that exceed the caches. Blocks.
+  // The rate in FLOP/s of matrix products as models compute them here, over about `duration`, on
+  // square matrices that exceed the caches: the yardstick of a run. Blocks.
   virtual double MeasureMatMulRate(absl::Duration duration) = 0;
+  // What it is called: "SGEMM" for products of float32 matrices on a CPU.
+  virtual absl::string_view matmul_name() const = 0;
 
   // The memory bandwidth in bytes/s of this rank's threads, over about `duration`: a triad
   // a = b + s c on float32 buffers that exceed the caches, counting 12 bytes an element. Blocks.
   // Error: ResourceExhausted.
   virtual absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) = 0;
 
-  // *result = sum of squares of `values` (float32), accumulated in float64. `result` is device
-  // memory.
+  // In this and all that follows, tensors are float32 or bfloat16 unless it says float32.
+
+  // *result = sum of squares of `values`, accumulated in float64. `result` is device memory.
   virtual void SumOfSquares(Stream& stream, const Tensor& values, double* result) = 0;
-  // The same of a - b; both have one shape.
+  // The same of a - b; both have one shape and one type.
   virtual void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                        double* result) = 0;
 
@@ -89,13 +92,19 @@ class Device {
   virtual void ClipScale(Stream& stream, const double* stats, int ranks, int64_t stride,
                          int64_t count, double clip, float* scale) = 0;
 
-  // target[i] = source[rows[i]] for each row i of `target`; float32. `rows` is device memory.
+  // target[i] = source[rows[i]] for each row i of `target`; both of one type. `rows` is device
+  // memory.
   virtual void GatherRows(Stream& stream, const Tensor& source, const int32_t* rows,
                           const Tensor& target) = 0;
-  // target[rows[i]] += source[i] for each row i of `source`; float32. No row of `target` is named
-  // twice. `rows` is device memory.
+  // target[rows[i]] += source[i] for each row i of `source`; both of one type, bfloat16 added in
+  // float32 and rounded to nearest, ties to even. No row of `target` is named twice. `rows` is
+  // device memory.
   virtual void AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
                        const Tensor& target) = 0;
+
+  // target = source, rounded to nearest, ties to even, where the types differ. Same size; the two
+  // do not overlap.
+  virtual void Cast(Stream& stream, const Tensor& source, const Tensor& target) = 0;
 
   // Pointers may be null where there are no bytes: a rank may store no row.
   virtual void Zero(Stream& stream, void* target, int64_t bytes) = 0;
@@ -115,6 +124,10 @@ class Device {
  private:
   OpRecorder* recorder_ = nullptr;
 };
+
+// The type in which parameters are gathered on a device of this backend unless the user chooses:
+// what its models compute in fastest.
+DType DefaultParameterDType(Backend backend);
 
 // `threads`: how many threads this rank's kernels run on, the stream's own included. `ordinal`: of
 // several devices of the kind, which; on a CPU there is one. Errors: InvalidArgument; Unavailable

@@ -85,7 +85,8 @@ absl::Status Diagnostics::Allocate(Allocator& allocator) {
     return absl::OkStatus();
   };
   int64_t shard_bytes = 0;
-  ForEachShard([&](const ParameterShard& shard, float*) { shard_bytes += shard.value.bytes(); });
+  ForEachShard(
+      [&](const ParameterShard& shard, const Tensor&) { shard_bytes += shard.value.bytes(); });
   DIM0_RETURN_IF_ERROR(allocate(shard_bytes, before_));
   DIM0_RETURN_IF_ERROR(allocate(engine_.table().size() * sizeof(double), differences_));
   if (group_.rank() != 0) return absl::OkStatus();
@@ -108,17 +109,20 @@ void Diagnostics::ForEachShard(Body body) {
   int64_t offset = 0;
   for (int u = 0; u < table.num_units(); ++u) {
     for (const ParameterShard& shard : engine_.unit(u).parameters) {
-      body(shard, before_.data() == nullptr ? nullptr : before_.f32() + offset);
-      offset += shard.value.size();
+      Tensor before = shard.value;
+      before.data =
+          before_.data() == nullptr ? nullptr : static_cast<char*>(before_.data()) + offset;
+      body(shard, before);
+      offset += shard.value.bytes();
     }
   }
 }
 
 absl::Status Diagnostics::BeforeStep() {
   DIM0_RETURN_IF_ERROR(engine_.Synchronize());
-  ForEachShard([&](const ParameterShard& shard, float* before) {
+  ForEachShard([&](const ParameterShard& shard, const Tensor& before) {
     if (shard.value.size() == 0) return;
-    device_.Copy(*stream_, before, shard.value.data, shard.value.bytes());
+    device_.Copy(*stream_, before.data, shard.value.data, shard.value.bytes());
   });
   return stream_->Synchronize();
 }
@@ -130,7 +134,8 @@ absl::StatusOr<DiagnosticsReport> Diagnostics::AfterStep() {
 
   DominanceSums all;
   for (const Matrix& matrix : matrices_) {
-    DIM0_RETURN_IF_ERROR(engine_.GatherToRankZero(matrix.parameter, matrix.momentum, whole_.f32()));
+    DIM0_RETURN_IF_ERROR(
+        engine_.GatherToRankZero(matrix.parameter, matrix.momentum, whole_.data()));
     if (group_.rank() != 0) continue;
     const ParameterSpec& spec = engine_.table()[matrix.parameter].spec;
     auto* ratios = static_cast<double*>(ratios_.data());
@@ -153,10 +158,8 @@ absl::StatusOr<DiagnosticsReport> Diagnostics::AfterStep() {
 absl::StatusOr<std::array<double, kNumParameterRoles>> Diagnostics::UpdateRms() {
   const ParameterTable& table = engine_.table();
   auto* differences = static_cast<double*>(differences_.data());
-  ForEachShard([&](const ParameterShard& shard, float* before) {
-    device_.SumOfSquaredDifferences(*stream_, shard.value,
-                                    F32(before, shard.value.rows, shard.value.cols),
-                                    differences + shard.id);
+  ForEachShard([&](const ParameterShard& shard, const Tensor& before) {
+    device_.SumOfSquaredDifferences(*stream_, shard.value, before, differences + shard.id);
   });
   std::string mine(table.size() * sizeof(double), '\0');
   device_.CopyToHost(*stream_, mine.data(), differences, mine.size());

@@ -80,7 +80,7 @@ class Diagnostics {
       : engine_(engine), group_(group), device_(device) {}
   absl::Status Plan(Optimizer& optimizer);
   absl::Status Allocate(Allocator& allocator);
-  // Calls body(shard, its place in the copy) for every parameter.
+  // Calls body(shard, its values before the step) for every parameter.
   template <typename Body>
   void ForEachShard(Body body);
   absl::StatusOr<std::array<double, kNumParameterRoles>> UpdateRms();

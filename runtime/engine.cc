@@ -10,17 +10,18 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "runtime/check.h"
+#include "runtime/host_copy.h"
 #include "runtime/random.h"
 
 namespace dim0 {
 namespace {
 
 // Every tensor in a shared buffer starts on a cache line.
-constexpr int64_t kAlignFloats = 16;
+constexpr int64_t kAlignBytes = 64;
 
-int64_t Aligned(int64_t floats) {
-  return (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
-}
+int64_t Aligned(int64_t bytes) { return (bytes + kAlignBytes - 1) / kAlignBytes * kAlignBytes; }
+
+bool IsFloating(DType dtype) { return dtype == DType::kFloat32 || dtype == DType::kBFloat16; }
 
 int64_t Sum(absl::Span<const int64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -36,9 +37,9 @@ int64_t BytesOf(absl::Span<const Tensor> tensors) {
 template <typename Piece>
 std::vector<Piece> PiecesOf(const Tensor& table, absl::Span<const int64_t> counts) {
   std::vector<Piece> pieces;
-  float* next = table.f32();
+  int64_t next = 0;
   for (const int64_t count : counts) {
-    pieces.push_back({next, count * table.cols});
+    pieces.push_back({table.at(next), count * table.cols});
     next += count * table.cols;
   }
   return pieces;
@@ -83,10 +84,15 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
     for (int id = table_.first(u); id < table_.first(u + 1); ++id) {
       const ParameterSpec& spec = table_[id].spec;
       const RowRange rows = RowsOfRank(spec.rows, group_.world_size(), group_.rank());
+      const auto shaped = [&](DType dtype) {
+        return Tensor{nullptr, dtype, rows.size(), spec.cols};
+      };
+      const bool copied = options_.param_dtype != options_.master_dtype;
       state.unit.parameters.push_back({.id = id,
                                        .rows = rows,
-                                       .value = F32(nullptr, rows.size(), spec.cols),
-                                       .gradient = F32(nullptr, rows.size(), spec.cols)});
+                                       .value = shaped(options_.master_dtype),
+                                       .gradient = shaped(options_.reduce_dtype),
+                                       .copy = copied ? shaped(options_.param_dtype) : Tensor()});
       state.counts.push_back(ElementsPerRank(spec.rows, spec.cols, group_.world_size()));
     }
   }
@@ -100,13 +106,30 @@ Engine::~Engine() {
   (void)Synchronize();
 }
 
+absl::Status EngineOptions::Validate() const {
+  if (prefetch < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("prefetch depth is ", prefetch, "; it must be 0 or more"));
+  }
+  for (const auto& [name, dtype] :
+       {std::pair("master_dtype", master_dtype), std::pair("param_dtype", param_dtype),
+        std::pair("reduce_dtype", reduce_dtype)}) {
+    if (IsFloating(dtype)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " is ", Name(dtype), "; choose float32 or bfloat16"));
+  }
+  if (master_dtype == DType::kBFloat16 && param_dtype == DType::kFloat32) {
+    return absl::InvalidArgumentError(
+        "param_dtype float32 with master_dtype bfloat16 would send twice the bytes of the same "
+        "values; choose param_dtype bfloat16 as well, or master_dtype float32");
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& options, Model& model,
                                                        ProcessGroup& group, Device& device,
                                                        Allocator& allocator, Optimizer* optimizer) {
-  if (options.prefetch < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("prefetch depth is ", options.prefetch, "; it must be 0 or more"));
-  }
+  DIM0_RETURN_IF_ERROR(options.Validate());
   auto engine = absl::WrapUnique(new Engine(options, model, group, device, allocator, optimizer));
   DIM0_RETURN_IF_ERROR(engine->Allocate());
   if (optimizer != nullptr) {
@@ -123,57 +146,66 @@ absl::StatusOr<std::unique_ptr<Engine>> Engine::Create(const EngineOptions& opti
 }
 
 absl::Status Engine::Allocate() {
-  const auto allocate = [&](MemoryPurpose purpose, int64_t floats, Buffer& buffer) -> absl::Status {
-    DIM0_ASSIGN_OR_RETURN(buffer, allocator_.Allocate(purpose, floats * sizeof(float)));
+  const auto allocate = [&](MemoryPurpose purpose, int64_t bytes, Buffer& buffer) -> absl::Status {
+    DIM0_ASSIGN_OR_RETURN(buffer, allocator_.Allocate(purpose, bytes));
     return absl::OkStatus();
   };
-
-  int64_t shard_floats = 0;
-  for (const UnitState& state : units_) {
-    for (const ParameterShard& shard : state.unit.parameters) {
-      shard_floats += Aligned(shard.value.size());
-    }
-  }
-  DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kParameters, shard_floats, shard_values_));
-  const bool trains = optimizer_ != nullptr;
-  if (trains) {
-    DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGradients, shard_floats, shard_gradients_));
-  }
-  if (!allocator_.plan_only()) {
-    int64_t offset = 0;
-    for (UnitState& state : units_) {
-      for (ParameterShard& shard : state.unit.parameters) {
-        shard.value.data = shard_values_.f32() + offset;
-        if (trains) shard.gradient.data = shard_gradients_.f32() + offset;
-        offset += Aligned(shard.value.size());
+  // One buffer for that tensor of all shards.
+  const auto allocate_shards = [&](MemoryPurpose purpose, Tensor ParameterShard::*tensor,
+                                   Buffer& buffer) -> absl::Status {
+    int64_t bytes = 0;
+    for (const UnitState& state : units_) {
+      for (const ParameterShard& shard : state.unit.parameters) {
+        bytes += Aligned((shard.*tensor).bytes());
       }
     }
+    DIM0_RETURN_IF_ERROR(allocate(purpose, bytes, buffer));
+    if (buffer.data() == nullptr) return absl::OkStatus();
+    auto* next = static_cast<char*>(buffer.data());
+    for (UnitState& state : units_) {
+      for (ParameterShard& shard : state.unit.parameters) {
+        (shard.*tensor).data = next;
+        next += Aligned((shard.*tensor).bytes());
+      }
+    }
+    return absl::OkStatus();
+  };
+  const bool trains = optimizer_ != nullptr;
+  DIM0_RETURN_IF_ERROR(
+      allocate_shards(MemoryPurpose::kParameters, &ParameterShard::value, shard_values_));
+  DIM0_RETURN_IF_ERROR(
+      allocate_shards(MemoryPurpose::kParameters, &ParameterShard::copy, shard_copies_));
+  if (trains) {
+    DIM0_RETURN_IF_ERROR(
+        allocate_shards(MemoryPurpose::kGradients, &ParameterShard::gradient, shard_gradients_));
   }
 
   // Whole units, gathered and as gradients.
   int64_t largest_gathered = 0, largest_gradient = 0;
   int sharing_gathered = 0, sharing_gradient = 0;
   for (UnitState& state : units_) {
-    const int64_t floats = WholeFloats(state);
+    const int64_t gathered = WholeBytes(state, model_.parameter_dtype());
+    const int64_t gradient = WholeBytes(state, model_.gradient_dtype());
     if (state.stays) {
       DIM0_RETURN_IF_ERROR(
-          allocate(MemoryPurpose::kGathered, floats, state.gathered_buffer.buffer));
+          allocate(MemoryPurpose::kGathered, gathered, state.gathered_buffer.buffer));
     } else {
-      largest_gathered = std::max(largest_gathered, floats);
+      largest_gathered = std::max(largest_gathered, gathered);
       ++sharing_gathered;
     }
     if (!trains) continue;
     if (state.own_gradient) {
       DIM0_RETURN_IF_ERROR(
-          allocate(MemoryPurpose::kCommunication, floats, state.gradient_buffer.buffer));
+          allocate(MemoryPurpose::kCommunication, gradient, state.gradient_buffer.buffer));
     } else {
-      largest_gradient = std::max(largest_gradient, floats);
+      largest_gradient = std::max(largest_gradient, gradient);
       ++sharing_gradient;
     }
   }
   for (UnitState& state : units_) {
     const bool ahead = state.stays && options_.prefetch > 0 && largest_gathered > 0;
-    Cut(state, ahead ? (WholeFloats(state) + largest_gathered - 1) / largest_gathered : 1);
+    const int64_t bytes = WholeBytes(state, model_.parameter_dtype());
+    Cut(state, ahead ? (bytes + largest_gathered - 1) / largest_gathered : 1);
   }
   // No more slots than a micro-batch has gathers into them.
   gathered_slots_.resize(
@@ -186,6 +218,7 @@ absl::Status Engine::Allocate() {
     DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kCommunication, largest_gradient, slot.buffer));
   }
   for (LookupState& lookup : lookups_) DIM0_RETURN_IF_ERROR(AllocateLookup(lookup));
+  DIM0_RETURN_IF_ERROR(AllocateWires());
 
   stats_size_ = kSquares + table_.size();
   DIM0_ASSIGN_OR_RETURN(
@@ -227,22 +260,56 @@ void Engine::Cut(UnitState& state, int64_t pieces) {
 
 absl::Status Engine::AllocateLookup(LookupState& lookup) {
   const int64_t served = group_.world_size() * std::min(lookup.most, ShardOf(lookup).rows.size());
-  const auto allocate = [&](MemoryPurpose purpose, RowBuffers& buffers) -> absl::Status {
-    const int64_t row = table_[lookup.id].spec.cols * sizeof(float);
-    DIM0_ASSIGN_OR_RETURN(buffers.asked, allocator_.Allocate(purpose, lookup.most * row));
-    DIM0_ASSIGN_OR_RETURN(buffers.served, allocator_.Allocate(purpose, served * row));
+  // `asked` is the model's side, `served` what travels.
+  const auto allocate = [&](MemoryPurpose purpose, DType model, DType wire,
+                            RowBuffers& buffers) -> absl::Status {
+    const int64_t cols = table_[lookup.id].spec.cols;
+    DIM0_ASSIGN_OR_RETURN(buffers.asked,
+                          allocator_.Allocate(purpose, lookup.most * cols * SizeOf(model)));
+    DIM0_ASSIGN_OR_RETURN(buffers.served,
+                          allocator_.Allocate(purpose, served * cols * SizeOf(wire)));
     DIM0_ASSIGN_OR_RETURN(buffers.indices, allocator_.Allocate(purpose, served * sizeof(int32_t)));
     return absl::OkStatus();
   };
-  DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGathered, lookup.values));
+  DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGathered, model_.parameter_dtype(),
+                                options_.param_dtype, lookup.values));
   if (optimizer_ == nullptr) return absl::OkStatus();
-  return allocate(MemoryPurpose::kCommunication, lookup.gradients);
+  return allocate(MemoryPurpose::kCommunication, model_.gradient_dtype(), options_.reduce_dtype,
+                  lookup.gradients);
+}
+
+absl::Status Engine::AllocateWires() {
+  // The most that one call moves: a piece or a lookup's rows.
+  const auto most_bytes = [this](DType dtype) {
+    int64_t most = 0;
+    for (const UnitState& state : units_) {
+      for (const Piece& piece : state.pieces) {
+        int64_t bytes = 0;
+        for (const Portion& portion : piece) bytes += Aligned(Sum(portion.counts) * SizeOf(dtype));
+        most = std::max(most, bytes);
+      }
+    }
+    for (const LookupState& lookup : lookups_) {
+      most = std::max(most, lookup.most * table_[lookup.id].spec.cols * SizeOf(dtype));
+    }
+    return most;
+  };
+  if (casts_parameters()) {
+    DIM0_ASSIGN_OR_RETURN(parameter_wire_, allocator_.Allocate(MemoryPurpose::kCommunication,
+                                                               most_bytes(options_.param_dtype)));
+  }
+  if (casts_gradients() && optimizer_ != nullptr) {
+    DIM0_ASSIGN_OR_RETURN(gradient_wire_, allocator_.Allocate(MemoryPurpose::kCommunication,
+                                                              most_bytes(options_.reduce_dtype)));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Engine::OpenChannels() {
   DIM0_ASSIGN_OR_RETURN(parameter_channel_, group_.Open("parameter"));
   DIM0_ASSIGN_OR_RETURN(gradient_channel_, group_.Open("gradient"));
   DIM0_ASSIGN_OR_RETURN(control_channel_, group_.Open("control"));
+  DIM0_ASSIGN_OR_RETURN(host_channel_, group_.OpenHost("host"));
   compute_ = device_.NewStream("compute");
   all_gather_ = device_.NewStream("all_gather");
   reduce_scatter_ = device_.NewStream("reduce_scatter");
@@ -252,6 +319,10 @@ absl::Status Engine::OpenChannels() {
 absl::Status Engine::Start(uint64_t seed) {
   uint64_t plan = table_.Hash();
   if (optimizer_ != nullptr) plan ^= optimizer_->PlanHash();
+  const char dtypes[] = {static_cast<char>(options_.master_dtype),
+                         static_cast<char>(options_.param_dtype),
+                         static_cast<char>(options_.reduce_dtype)};
+  plan = HashBytes(dtypes, plan);
   DIM0_ASSIGN_OR_RETURN(const std::vector<std::string> plans,
                         Exchange(std::string(reinterpret_cast<const char*>(&plan), sizeof(plan))));
   std::vector<int> others;
@@ -281,17 +352,14 @@ absl::Status Engine::Start(uint64_t seed) {
         if (spec.init.kind == Init::Kind::kNormal) {
           FillNormal(seed, shard.id, first + done, spec.init.stddev, absl::MakeSpan(rows));
         }
-        device_.CopyFromHost(*compute_, shard.value.f32() + done, rows.data(),
-                             count * sizeof(float));
-        DIM0_RETURN_IF_ERROR(compute_->Synchronize());
+        DIM0_RETURN_IF_ERROR(CopyFloatsFromHost(
+            device_, *compute_, rows,
+            {shard.value.at(done), shard.value.dtype, /*rows=*/count, /*cols=*/1}));
       }
+      if (shard.copy.size() > 0) device_.Cast(*compute_, shard.value, shard.copy);
     }
   }
-  return absl::OkStatus();
-}
-
-int64_t Engine::UnitBytes(const UnitState& state) const {
-  return table_.unit_elements(state.unit.index) * static_cast<int64_t>(sizeof(float));
+  return compute_->Synchronize();
 }
 
 MemoryUse Engine::LiveBetweenSteps() const {
@@ -315,21 +383,41 @@ MemoryUse Engine::LiveBetweenSteps() const {
   return use;
 }
 
-int64_t Engine::WholeFloats(const UnitState& state) const {
-  int64_t floats = 0;
+int64_t Engine::WholeBytes(const UnitState& state, DType dtype) const {
+  int64_t bytes = 0;
   for (const ParameterShard& shard : state.unit.parameters) {
-    floats += Aligned(table_[shard.id].spec.size());
+    bytes += Aligned(table_[shard.id].spec.size() * SizeOf(dtype));
   }
-  return floats;
+  return bytes;
 }
 
-Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot) const {
+Engine::Views Engine::ViewsOf(const UnitState& state, const Slot& slot, DType dtype) const {
   Views views;
-  int64_t offset = 0;
+  auto* next = static_cast<char*>(slot.buffer.data());
   for (const ParameterShard& shard : state.unit.parameters) {
     const ParameterSpec& spec = table_[shard.id].spec;
-    views.push_back(F32(slot.buffer.f32() + offset, spec.rows, spec.cols));
-    offset += Aligned(spec.size());
+    views.push_back({next, dtype, spec.rows, spec.cols});
+    next += Aligned(views.back().bytes());
+  }
+  return views;
+}
+
+Engine::Views Engine::PortionsOf(const Piece& piece, const Views& whole) {
+  Views portions;
+  for (const Portion& portion : piece) {
+    const Tensor& parameter = whole[portion.position];
+    portions.push_back(
+        {parameter.at(portion.in_whole), parameter.dtype, Sum(portion.counts), /*cols=*/1});
+  }
+  return portions;
+}
+
+Engine::Views Engine::OnWire(const Buffer& wire, DType dtype, const Views& portions) {
+  Views views;
+  auto* next = static_cast<char*>(wire.data());
+  for (const Tensor& portion : portions) {
+    views.push_back({next, dtype, portion.rows, portion.cols});
+    next += Aligned(views.back().bytes());
   }
   return views;
 }
@@ -347,26 +435,28 @@ Engine::Gathered Engine::Gather(UnitState& state, size_t piece, Phase phase) {
     if (optimizer_ != nullptr) all_gather_->Wait(optimizer_->Updated(state.unit));
     // What stays has its buffer to itself, which would let it go ahead of the stages before.
     if (options_.prefetch == 0) all_gather_->Wait(compute_->Record());
-    all_gather_->CountLive(MemoryPurpose::kGathered, UnitBytes(state));
+    all_gather_->CountLive(MemoryPurpose::kGathered, GatheredBytes(state));
   }
 
-  const Views whole = ViewsOf(state, *slot);
+  const Views targets = PortionsOf(state.pieces[piece], GatheredViews(state, *slot));
+  const Views received =
+      casts_parameters() ? OnWire(parameter_wire_, options_.param_dtype, targets) : targets;
   std::vector<AllGatherPart> parts;
-  double elements = 0;
-  for (const Portion& portion : state.pieces[piece]) {
-    parts.push_back({.send = state.unit.parameters[portion.position].value.f32() + portion.in_shard,
-                     .recv = whole[portion.position].f32() + portion.in_whole,
-                     .counts = portion.counts});
-    elements += Sum(portion.counts);
+  for (size_t i = 0; i < received.size(); ++i) {
+    const Portion& portion = state.pieces[piece][i];
+    const Tensor& shard = state.unit.parameters[portion.position].gathered();
+    parts.push_back(
+        {.send = shard.at(portion.in_shard), .recv = received[i].data, .counts = portion.counts});
   }
-  all_gather_->Enqueue({.name = absl::StrCat("all_gather ", name),
-                        .kind = OpKind::kCollective,
-                        .bytes = 4 * elements},
-                       [this, name, parts = std::move(parts)](const OpContext& context) {
-                         return parameter_channel_->AllGather(
-                             {Purpose::kParameter, name, context.native_stream, context.call},
-                             DType::kFloat32, parts);
-                       });
+  const auto bytes = static_cast<double>(BytesOf(received));
+  all_gather_->Enqueue(
+      {.name = absl::StrCat("all_gather ", name), .kind = OpKind::kCollective, .bytes = bytes},
+      [this, name, parts = std::move(parts)](const OpContext& context) {
+        return parameter_channel_->AllGather(
+            {Purpose::kParameter, name, context.native_stream, context.call}, options_.param_dtype,
+            parts);
+      });
+  if (casts_parameters()) CastAll(*all_gather_, received, targets);
   return {slot, all_gather_->Record()};
 }
 
@@ -413,7 +503,7 @@ void Engine::Unshard(UnitState& state, bool gathers_here) {
 
 void Engine::Reshard(UnitState& state) {
   DIM0_CHECK(state.gathered != nullptr);
-  compute_->CountLive(MemoryPurpose::kGathered, -UnitBytes(state));
+  compute_->CountLive(MemoryPurpose::kGathered, -GatheredBytes(state));
   state.gathered->free = compute_->Record();
   state.gathered = nullptr;
   if (!state.stays) --slots_held_;
@@ -425,7 +515,7 @@ void Engine::AcquireGradient(UnitState& state) {
                        ? &state.gradient_buffer
                        : &gradient_slots_[next_gradient_slot_++ % gradient_slots_.size()];
   compute_->Wait(state.gradient->free);
-  compute_->CountLive(MemoryPurpose::kCommunication, UnitBytes(state));
+  compute_->CountLive(MemoryPurpose::kCommunication, GradientBytes(state));
 }
 
 void Engine::ReduceScatter(UnitState& state) {
@@ -454,35 +544,42 @@ void Engine::ReducePieces(UnitState& state, size_t target) {
   }
   if (state.pieces_reduced < state.pieces.size()) return;
   state.has_gradient = true;
-  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -UnitBytes(state));
+  reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -GradientBytes(state));
   state.gradient->free = reduce_scatter_->Record();
   state.gradient = nullptr;
   if (reducing_ == &state) reducing_ = nullptr;
 }
 
 void Engine::ReducePiece(UnitState& state, const Piece& piece) {
-  const Views whole = ViewsOf(state, *state.gradient);
-  std::vector<ReduceScatterPart> parts;
-  double elements = 0;
-  for (const Portion& portion : piece) {
-    parts.push_back(
-        {.send = whole[portion.position].f32() + portion.in_whole,
-         .recv = state.unit.parameters[portion.position].gradient.f32() + portion.in_shard,
-         .counts = portion.counts,
-         .accumulate = state.has_gradient});
-    elements += Sum(portion.counts);
-  }
   const std::string& name = table_.unit_name(state.unit.index);
   const RecordedUnit recorded(device_.recorder(), name, Phase::kBackward);
   reduce_scatter_->Wait(reducible_);
-  reduce_scatter_->Enqueue({.name = absl::StrCat("reduce_scatter ", name),
-                            .kind = OpKind::kCollective,
-                            .bytes = 4 * elements},
-                           [this, name, parts = std::move(parts)](const OpContext& context) {
-                             return gradient_channel_->ReduceScatter(
-                                 {Purpose::kGradient, name, context.native_stream, context.call},
-                                 DType::kFloat32, parts);
-                           });
+  Views sent = PortionsOf(piece, GradientViews(state, *state.gradient));
+  if (casts_gradients()) {
+    const Views on_wire = OnWire(gradient_wire_, options_.reduce_dtype, sent);
+    CastAll(*reduce_scatter_, sent, on_wire);
+    sent = on_wire;
+  }
+  std::vector<ReduceScatterPart> parts;
+  for (size_t i = 0; i < sent.size(); ++i) {
+    const Tensor& shard = state.unit.parameters[piece[i].position].gradient;
+    parts.push_back({.send = sent[i].data,
+                     .recv = shard.at(piece[i].in_shard),
+                     .counts = piece[i].counts,
+                     .accumulate = state.has_gradient});
+  }
+  const auto bytes = static_cast<double>(BytesOf(sent));
+  reduce_scatter_->Enqueue(
+      {.name = absl::StrCat("reduce_scatter ", name), .kind = OpKind::kCollective, .bytes = bytes},
+      [this, name, parts = std::move(parts)](const OpContext& context) {
+        return gradient_channel_->ReduceScatter(
+            {Purpose::kGradient, name, context.native_stream, context.call}, options_.reduce_dtype,
+            parts);
+      });
+}
+
+void Engine::CastAll(Stream& stream, const Views& sources, const Views& targets) {
+  for (size_t i = 0; i < sources.size(); ++i) device_.Cast(stream, sources[i], targets[i]);
 }
 
 void Engine::MeasureGradient(UnitState& state) {
@@ -549,10 +646,12 @@ absl::Status Engine::RouteRows(absl::Span<const Batch> batches) {
 
 Engine::Views Engine::LookupTables(const MicroBatch& micro_batch,
                                    RowBuffers LookupState::*direction) const {
+  const bool values = direction == &LookupState::values;
+  const DType dtype = values ? model_.parameter_dtype() : model_.gradient_dtype();
   Views tables;
   for (size_t k = 0; k < lookups_.size(); ++k) {
-    tables.push_back(F32((lookups_[k].*direction).asked.f32(), Sum(micro_batch.routes[k].asked),
-                         table_[lookups_[k].id].spec.cols));
+    tables.push_back({(lookups_[k].*direction).asked.data(), dtype,
+                      Sum(micro_batch.routes[k].asked), table_[lookups_[k].id].spec.cols});
   }
   return tables;
 }
@@ -569,24 +668,29 @@ void Engine::FetchRows(const MicroBatch& micro_batch) {
   for (size_t k = 0; k < lookups_.size(); ++k) {
     const RowRoute& route = micro_batch.routes[k];
     const RowBuffers& buffers = lookups_[k].values;
-    const Tensor served = F32(buffers.served.f32(), route.indices.size(), tables[k].cols);
+    const Tensor served = {buffers.served.data(), options_.param_dtype,
+                           static_cast<int64_t>(route.indices.size()), tables[k].cols};
+    const Tensor received = casts_parameters()
+                                ? OnWire(parameter_wire_, options_.param_dtype, {tables[k]})[0]
+                                : tables[k];
     auto* const indices = static_cast<int32_t*>(buffers.indices.data());
     all_gather_->CountLive(MemoryPurpose::kGathered, served.bytes());
     if (served.rows > 0) {
       device_.CopyFromHost(*all_gather_, indices, route.indices.data(),
                            served.rows * sizeof(int32_t));
-      device_.GatherRows(*all_gather_, ShardOf(lookups_[k]).value, indices, served);
+      device_.GatherRows(*all_gather_, ShardOf(lookups_[k]).gathered(), indices, served);
     }
     all_gather_->Enqueue(
         {.name = absl::StrCat("all_to_all rows ", table_[lookups_[k].id].spec.name),
          .kind = OpKind::kCollective,
-         .bytes = 1.0 * (served.bytes() + tables[k].bytes())},
+         .bytes = 1.0 * (served.bytes() + received.bytes())},
         [this, unit, send = PiecesOf<ConstSegment>(served, route.served),
-         recv = PiecesOf<Segment>(tables[k], route.asked)](const OpContext& context) {
+         recv = PiecesOf<Segment>(received, route.asked)](const OpContext& context) {
           return parameter_channel_->AllToAll(
-              {Purpose::kParameter, unit, context.native_stream, context.call}, DType::kFloat32,
-              send, recv);
+              {Purpose::kParameter, unit, context.native_stream, context.call},
+              options_.param_dtype, send, recv);
         });
+    if (casts_parameters()) device_.Cast(*all_gather_, received, tables[k]);
     all_gather_->CountLive(MemoryPurpose::kGathered, -served.bytes());
   }
   rows_fetched_ = all_gather_->Record();
@@ -624,18 +728,24 @@ void Engine::LookupBackward(const MicroBatch& micro_batch) {
 void Engine::ReturnRows(const LookupState& lookup, const RowRoute& route, const Tensor& table) {
   const std::string& unit = table_.unit_name(table_[lookup.id].unit);
   const RowBuffers& buffers = lookup.gradients;
-  const Tensor served = F32(buffers.served.f32(), route.indices.size(), table.cols);
+  const Tensor served = {buffers.served.data(), options_.reduce_dtype,
+                         static_cast<int64_t>(route.indices.size()), table.cols};
+  Tensor sent = table;
+  if (casts_gradients()) {
+    sent = OnWire(gradient_wire_, options_.reduce_dtype, {table})[0];
+    device_.Cast(*reduce_scatter_, table, sent);
+  }
   auto* const indices = static_cast<int32_t*>(buffers.indices.data());
   reduce_scatter_->CountLive(MemoryPurpose::kCommunication, served.bytes());
   reduce_scatter_->Enqueue(
       {.name = absl::StrCat("all_to_all rows ", table_[lookup.id].spec.name),
        .kind = OpKind::kCollective,
-       .bytes = 1.0 * (table.bytes() + served.bytes())},
-      [this, unit, send = PiecesOf<ConstSegment>(table, route.asked),
+       .bytes = 1.0 * (sent.bytes() + served.bytes())},
+      [this, unit, send = PiecesOf<ConstSegment>(sent, route.asked),
        recv = PiecesOf<Segment>(served, route.served)](const OpContext& context) {
         return gradient_channel_->AllToAll(
-            {Purpose::kGradient, unit, context.native_stream, context.call}, DType::kFloat32, send,
-            recv);
+            {Purpose::kGradient, unit, context.native_stream, context.call}, options_.reduce_dtype,
+            send, recv);
       });
   reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -table.bytes());
   if (served.rows == 0) return;
@@ -644,8 +754,8 @@ void Engine::ReturnRows(const LookupState& lookup, const RowRoute& route, const 
   // In rank order, so that two runs add alike; one rank names no row twice.
   int64_t begin = 0;
   for (const int64_t rows : route.served) {
-    device_.AddRows(*reduce_scatter_, F32(served.f32() + begin * served.cols, rows, served.cols),
-                    indices + begin, ShardOf(lookup).gradient);
+    device_.AddRows(*reduce_scatter_, Rows(served, begin, rows), indices + begin,
+                    ShardOf(lookup).gradient);
     begin += rows;
   }
   reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -served.bytes());
@@ -689,7 +799,7 @@ void Engine::RunMicroBatch(const MicroBatch& micro_batch, bool training, bool fi
       continue;
     }
     Unshard(state, gathered_in_forward(state));
-    model_.Forward(s, ViewsOf(state, *state.gathered), training, loss_sum, *compute_);
+    model_.Forward(s, GatheredViews(state, *state.gathered), training, loss_sum, *compute_);
     if (!(training && state.stays)) Reshard(state);
   }
   if (!training) return;
@@ -705,8 +815,8 @@ void Engine::RunMicroBatch(const MicroBatch& micro_batch, bool training, bool fi
       Unshard(state, !state.stays);
       AcquireGradient(state);
       const bool accumulate = !first && !options_.sync_every_micro_batch;
-      model_.Backward(s, ViewsOf(state, *state.gathered), ViewsOf(state, *state.gradient),
-                      accumulate, *compute_);
+      model_.Backward(s, GatheredViews(state, *state.gathered),
+                      GradientViews(state, *state.gradient), accumulate, *compute_);
       if (last || !state.stays) Reshard(state);
       if (reduce) ReduceScatter(state);
     }
@@ -835,11 +945,25 @@ absl::StatusOr<double> Engine::Evaluate(absl::Span<const Batch> batches) {
 
 absl::Status Engine::GatherToRankZero(int parameter, absl::Span<float> whole) {
   const ParameterTable::Entry& entry = table_[parameter];
-  return GatherToRankZero(parameter, units_[entry.unit].unit.parameters[entry.position].value,
-                          whole.data());
+  const UnitState& state = units_[entry.unit];
+  const Tensor& shard = state.unit.parameters[entry.position].value;
+  if (optimizer_ != nullptr) reduce_scatter_->Wait(optimizer_->Updated(state.unit));
+  std::vector<char> mine(shard.bytes()), all(whole.size() * SizeOf(shard.dtype));
+  device_.CopyToHost(*reduce_scatter_, mine.data(), shard.data, shard.bytes());
+  absl::Status status = reduce_scatter_->Synchronize();
+  if (status.ok()) {
+    status = host_channel_->Gather({Purpose::kControl, entry.spec.name}, shard.dtype, mine.data(),
+                                   all.data(), state.counts[entry.position], /*root=*/0);
+  }
+  if (!status.ok()) return Fail(std::move(status));
+  const Tensor gathered = {all.data(), shard.dtype, static_cast<int64_t>(whole.size())};
+  WithElements(gathered, [&](const auto* values) {
+    for (size_t i = 0; i < whole.size(); ++i) whole[i] = static_cast<float>(values[i]);
+  });
+  return absl::OkStatus();
 }
 
-absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, float* whole) {
+absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, void* whole) {
   const UnitState& state = units_[table_[parameter].unit];
   const int position = table_[parameter].position;
   if (optimizer_ != nullptr) reduce_scatter_->Wait(optimizer_->Updated(state.unit));
@@ -847,7 +971,7 @@ absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, float*
       {.name = "gather", .kind = OpKind::kCollective}, [&](const OpContext& context) {
         return control_channel_->Gather(
             {Purpose::kControl, table_[parameter].spec.name, context.native_stream, context.call},
-            DType::kFloat32, shard.data, whole, state.counts[position], /*root=*/0);
+            shard.dtype, shard.data, whole, state.counts[position], /*root=*/0);
       });
   absl::Status status = reduce_scatter_->Synchronize();
   return status.ok() ? status : Fail(std::move(status));
@@ -859,7 +983,7 @@ absl::StatusOr<std::vector<std::string>> Engine::Exchange(const std::string& min
   reduce_scatter_->Enqueue(
       {.name = "all_gather exchange", .kind = OpKind::kCollective}, [&](const OpContext& context) {
         const AllGatherPart part = {mine.data(), all.data(), counts};
-        return control_channel_->AllGather(
+        return host_channel_->AllGather(
             {Purpose::kControl, "exchange", context.native_stream, context.call}, DType::kByte,
             {&part, 1});
       });

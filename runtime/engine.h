@@ -26,7 +26,9 @@
 //   communication  2 slots for unsharded gradients (one filling, one being reduced), a buffer for
 //                  the last stage's unit, and for each lookup two tables as above; with
 //                  sync_every_micro_batch off, a buffer for every unit, since gradients then
-//                  accumulate unsharded
+//                  accumulate unsharded. Where what travels has another type than the model's, a
+//                  wire buffer each way, of the most that one call moves: calls on a stream take
+//                  turns
 #ifndef DIM0_RUNTIME_ENGINE_H_
 #define DIM0_RUNTIME_ENGINE_H_
 
@@ -41,6 +43,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "absl/types/span.h"
+#include "collectives/dtype.h"
 #include "collectives/process_group.h"
 #include "runtime/allocator.h"
 #include "runtime/device.h"
@@ -65,6 +68,17 @@ struct EngineOptions {
   // so that a gradient that is not finite changes nothing. 0: no clipping and no waiting (the norm
   // is still measured): a broken gradient is found when the step's updates are under way.
   double clip = 0;
+
+  // Each float32 or bfloat16. Of the shards that the optimizer updates:
+  DType master_dtype = DType::kFloat32;
+  // of parameters as they are gathered, rounded from the shards;
+  DType param_dtype = DType::kFloat32;
+  // and of gradients as they are reduced, and accumulate in the shards. Where the model computes
+  // in others, values are cast on their way.
+  DType reduce_dtype = DType::kFloat32;
+
+  // Error: InvalidArgument, naming the option that is wrong.
+  absl::Status Validate() const;
 };
 
 struct StepResult {
@@ -107,13 +121,14 @@ class Engine {
   // same number of batches.
   absl::StatusOr<double> Evaluate(absl::Span<const Batch> batches);
 
-  // Collects one parameter, whole, on rank 0, where `whole` (float32, its size) is filled; other
-  // ranks pass an empty span.
+  // Collects one parameter, whole, in rank 0's host memory, where `whole` (its size) is filled with
+  // exactly the values of the shards; other ranks pass an empty span.
   absl::Status GatherToRankZero(int parameter, absl::Span<float> whole);
 
-  // The same of any float32 tensor that is sharded as `parameter` is: `shard` is this rank's part,
-  // `whole` the parameter's size of device memory on rank 0 and null elsewhere.
-  absl::Status GatherToRankZero(int parameter, const Tensor& shard, float* whole);
+  // Collects any tensor that is sharded as `parameter` is in rank 0's device memory: `shard` is
+  // this rank's part, `whole` has room for the parameter's elements on rank 0 and is null
+  // elsewhere.
+  absl::Status GatherToRankZero(int parameter, const Tensor& shard, void* whole);
 
   // Every rank's bytes, of equal size, in rank order: the runtime's small talk. Blocks.
   absl::StatusOr<std::vector<std::string>> Exchange(const std::string& mine);
@@ -200,10 +215,31 @@ class Engine {
   // Cuts the unit into so many pieces, each with a part of every rank's rows.
   void Cut(UnitState& state, int64_t pieces);
   absl::Status OpenChannels();
+  // Whole units, gathered and as gradients: elements of the model's types.
+  Views GatheredViews(const UnitState& state, const Slot& slot) const {
+    return ViewsOf(state, slot, model_.parameter_dtype());
+  }
+  Views GradientViews(const UnitState& state, const Slot& slot) const {
+    return ViewsOf(state, slot, model_.gradient_dtype());
+  }
+  Views ViewsOf(const UnitState& state, const Slot& slot, DType dtype) const;
   // Of the buffer in which the whole unit lies as ViewsOf has it.
-  int64_t WholeFloats(const UnitState& state) const;
-  Views ViewsOf(const UnitState& state, const Slot& slot) const;
-  int64_t UnitBytes(const UnitState& state) const;
+  int64_t WholeBytes(const UnitState& state, DType dtype) const;
+  int64_t GatheredBytes(const UnitState& state) const {
+    return table_.unit_elements(state.unit.index) * SizeOf(model_.parameter_dtype());
+  }
+  int64_t GradientBytes(const UnitState& state) const {
+    return table_.unit_elements(state.unit.index) * SizeOf(model_.gradient_dtype());
+  }
+  // The parts of a unit's tensors that one call moves, as vectors.
+  static Views PortionsOf(const Piece& piece, const Views& whole);
+  // Tensors of the same shapes one behind the other in a wire buffer.
+  static Views OnWire(const Buffer& wire, DType dtype, const Views& portions);
+  void CastAll(Stream& stream, const Views& sources, const Views& targets);
+  // Whether what travels lies in the wire buffer on its way from or to the model's memory.
+  bool casts_parameters() const { return options_.param_dtype != model_.parameter_dtype(); }
+  bool casts_gradients() const { return options_.reduce_dtype != model_.gradient_dtype(); }
+  absl::Status AllocateWires();
 
   // Blocks until every rank has told which rows it will look up in `batches`; fills micro_batches_.
   absl::Status RouteRows(absl::Span<const Batch> batches);
@@ -260,7 +296,10 @@ class Engine {
   Event tables_free_;                      // and may be filled again
   Event row_gradients_free_;               // the same of their gradients
   Buffer shard_values_;
+  Buffer shard_copies_;  // empty where the values themselves are gathered
   Buffer shard_gradients_;
+  Buffer parameter_wire_;  // of the all-gather stream; empty where nothing is cast
+  Buffer gradient_wire_;   // of the reduce-scatter stream, likewise
   std::vector<Slot> gathered_slots_;
   std::vector<Slot> gradient_slots_;
   int next_gathered_slot_ = 0;
@@ -295,6 +334,7 @@ class Engine {
   std::unique_ptr<Communicator> parameter_channel_;
   std::unique_ptr<Communicator> gradient_channel_;
   std::unique_ptr<Communicator> control_channel_;
+  std::unique_ptr<Communicator> host_channel_;
   // Declared last: their destructors run what is queued, which uses all of the above.
   std::unique_ptr<Stream> compute_;
   std::unique_ptr<Stream> all_gather_;

@@ -10,6 +10,7 @@
 
 #include "absl/status/status.h"
 #include "absl/types/span.h"
+#include "collectives/dtype.h"
 #include "runtime/allocator.h"
 #include "runtime/parameter.h"
 #include "runtime/stream.h"
@@ -47,6 +48,11 @@ class Model {
 
   virtual absl::Span<const UnitSpec> units() const = 0;
   virtual absl::Span<const Stage> stages() const = 0;
+
+  // The types, float32 or bfloat16, of the `parameters` that Forward and Backward are given and of
+  // the `gradients` that Backward writes. Where ranks send others, the engine casts.
+  virtual DType parameter_dtype() const { return DType::kFloat32; }
+  virtual DType gradient_dtype() const { return DType::kFloat32; }
 
   // Allocates activations and workspaces for batches of at most `sequences` x `seq_len`; with
   // `training` false, for forward only. Memory must not be touched: the allocator may only count.

@@ -10,13 +10,19 @@
 
 namespace dim0 {
 
-// The rows of one parameter that this rank stores. `value` and `gradient` are [rows.size(), cols]
-// in device memory owned by the engine; they may be empty.
+// The rows of one parameter that this rank stores, [rows.size(), cols] in device memory owned by
+// the engine; they may be none.
 struct ParameterShard {
   int id = 0;  // in the ParameterTable
   RowRange rows;
-  Tensor value;
-  Tensor gradient;
+  Tensor value;     // what the optimizer updates, float32 or bfloat16
+  Tensor gradient;  // float32 or bfloat16
+  // `value` in the type in which parameters are gathered, if that is another one; else no rows.
+  // Whoever changes `value` writes it in the same pass.
+  Tensor copy = {};
+
+  // What is sent to the ranks that compute with the parameter.
+  const Tensor& gathered() const { return copy.rows > 0 ? copy : value; }
 };
 
 struct Unit {

@@ -45,7 +45,9 @@ class NoArithmetic : public OptimizerKernels {
   void RmnpApply(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void Momentum(Stream&, const Tensor&, const Tensor&, float, bool, const float*,
                 const Tensor&) override {}
-  void ApplyUpdate(Stream&, const Tensor&, const Tensor&, float, float, const float*) override {}
+  void ApplyUpdate(Stream&, const Tensor&, const Tensor&, const Tensor&, float, float,
+                   const float*) override {}
+  DType matrix_dtype() const override { return DType::kFloat32; }
   void Normalize(Stream&, const Tensor&, double, const Tensor&) override {}
   void SymmetricProduct(Stream&, float, const Tensor&, bool, float, const Tensor&) override {}
   void SymmetricMatMul(Stream&, float, const Tensor&, const Tensor&, float,

@@ -15,6 +15,9 @@ class CpuKernels : public Kernels {
  public:
   explicit CpuKernels(CpuDevice& device) : pool_(device.pool()) {}
 
+  // float32 throughout.
+  ModelTypes TypesFor(DType /*gathered*/, DType /*reduced*/) const override { return {}; }
+
   void EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t seq_len, const Tensor& wte,
                         const Tensor& wpe, const Tensor& out) override;
   void EmbeddingBackward(Stream& stream, const int32_t* tokens, int64_t seq_len, const Tensor& dout,
@@ -29,12 +32,16 @@ class CpuKernels : public Kernels {
                          const Tensor& dgain, const Tensor& dbias, Write write_parameters) override;
   void LinearForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
                      const Tensor& y) override;
+  void LinearAddForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                        const Tensor& residual, const Tensor& y) override;
+  void LinearGeluForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
+                         const Tensor& up, const Tensor& y) override;
   void LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& weight,
                       const Tensor& dx, const Tensor& dweight, const Tensor& dbias,
                       Write write) override;
-  void GeluForward(Stream& stream, const Tensor& x, const Tensor& y) override;
-  void GeluBackward(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& dx) override;
-  void Add(Stream& stream, const Tensor& x, const Tensor& delta, const Tensor& sum) override;
+  void GeluLinearBackward(Stream& stream, const Tensor& dy, const Tensor& up, const Tensor& x,
+                          const Tensor& weight, const Tensor& dup, const Tensor& dweight,
+                          const Tensor& dbias, Write write) override;
   void AttentionForward(Stream& stream, const AttentionShape& shape, const Tensor& qkv,
                         const Tensor& out, const Tensor& logsumexp) override;
   void AttentionBackward(Stream& stream, const AttentionShape& shape, const Tensor& dout,
@@ -48,6 +55,10 @@ class CpuKernels : public Kernels {
                                    float scale, double* loss_sum) override;
 
  private:
+  // y = gelu(x); dx = dy * gelu'(x). Same shapes; the result may be either operand.
+  void GeluForward(Stream& stream, const Tensor& x, const Tensor& y);
+  void GeluBackward(Stream& stream, const Tensor& dy, const Tensor& x, const Tensor& dx);
+
   ThreadPool& pool_;
 };
 

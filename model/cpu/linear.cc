@@ -31,6 +31,44 @@ void CpuKernels::LinearForward(Stream& stream, const Tensor& x, const Tensor& we
   });
 }
 
+void CpuKernels::LinearAddForward(Stream& stream, const Tensor& x, const Tensor& weight,
+                                  const Tensor& bias, const Tensor& residual, const Tensor& y) {
+  const int64_t tokens = x.rows, in = x.cols, out = weight.rows;
+  DIM0_CHECK(weight.cols == in && y.rows == tokens && y.cols == out);
+  DIM0_CHECK(bias.size() == out && residual.rows == tokens && residual.cols == out);
+  OpInfo info{.name = "linear_add_forward",
+              .flops = 2.0 * tokens * in * out + 1.0 * tokens * out,
+              .bytes = 4.0 * (tokens * in + in * out + 2 * tokens * out)};
+  stream.Enqueue(std::move(info), [=, this, x = x.f32(), weight = weight.f32(), bias = bias.f32(),
+                                   residual = residual.f32(), y = y.f32()](auto&) {
+    // As in LinearForward, the product adds to what is there.
+    pool_.ParallelFor(tokens, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t n = begin; n < end; ++n) {
+#pragma omp simd
+        for (int64_t c = 0; c < out; ++c) {
+          y[n * out + c] = residual[n * out + c] + bias[c];
+        }
+      }
+    });
+    Gemm(pool_, Transpose::kNo, Transpose::kYes, tokens, out, in, 1.0f, x, in, weight, in, 1.0f, y,
+         out);
+    return absl::OkStatus();
+  });
+}
+
+void CpuKernels::LinearGeluForward(Stream& stream, const Tensor& x, const Tensor& weight,
+                                   const Tensor& bias, const Tensor& up, const Tensor& y) {
+  LinearForward(stream, x, weight, bias, up);
+  GeluForward(stream, up, y);
+}
+
+void CpuKernels::GeluLinearBackward(Stream& stream, const Tensor& dy, const Tensor& up,
+                                    const Tensor& x, const Tensor& weight, const Tensor& dup,
+                                    const Tensor& dweight, const Tensor& dbias, Write write) {
+  LinearBackward(stream, dy, x, weight, dup, dweight, dbias, write);
+  GeluBackward(stream, dup, up, dup);
+}
+
 void CpuKernels::LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x,
                                 const Tensor& weight, const Tensor& dx, const Tensor& dweight,
                                 const Tensor& dbias, Write write) {

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "runtime/cpu/elements.h"
+
 namespace dim0::cpu {
 namespace {
 
@@ -33,21 +35,38 @@ Coefficients CoefficientsOf(const AdamWArguments& arguments) {
 }
 
 // `keep` is 1 - lr wd.
-void UpdateRange(const AdamWTensor& tensor, const Coefficients& c, float keep, int64_t begin,
-                 int64_t end) {
-  float* __restrict value = tensor.value.f32();
-  const float* __restrict gradient = tensor.gradient.f32();
+template <bool kCopy, typename Value, typename Gradient>
+void UpdateRange(const AdamWTensor& tensor, Value* __restrict value,
+                 const Gradient* __restrict gradient, const Coefficients& c, float keep,
+                 int64_t begin, int64_t end) {
   float* __restrict first = tensor.first_moment.f32();
   float* __restrict second = tensor.second_moment.f32();
+  auto* __restrict copy = static_cast<BFloat16*>(tensor.copy.data);
 #pragma omp simd
   for (int64_t i = begin; i < end; ++i) {
-    const float g = c.gradient_scale * gradient[i];
+    const float g = c.gradient_scale * static_cast<float>(gradient[i]);
     const float m = c.beta1 * first[i] + c.fresh1 * g;
     const float v = c.beta2 * second[i] + c.fresh2 * g * g;
     first[i] = m;
     second[i] = v;
-    value[i] = keep * value[i] - c.step_size * m / (std::sqrt(v) * c.root_correction + c.eps);
+    const float w = keep * static_cast<float>(value[i]) -
+                    c.step_size * m / (std::sqrt(v) * c.root_correction + c.eps);
+    Set(w, value[i]);
+    if constexpr (kCopy) Set(w, copy[i]);
   }
+}
+
+void UpdateRange(const AdamWTensor& tensor, const Coefficients& c, float keep, int64_t begin,
+                 int64_t end) {
+  WithElements(tensor.value, [&](auto* value) {
+    WithElements(tensor.gradient, [&](auto* gradient) {
+      if (tensor.copy.rows > 0) {
+        UpdateRange<true>(tensor, value, gradient, c, keep, begin, end);
+      } else {
+        UpdateRange<false>(tensor, value, gradient, c, keep, begin, end);
+      }
+    });
+  });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "collectives/dtype.h"
 #include "optim/cpu/adamw.h"
 #include "optim/cpu/rmnp.h"
+#include "runtime/cpu/elements.h"
 #include "runtime/cpu/gemm.h"
 
 namespace dim0::cpu {
@@ -17,21 +18,21 @@ namespace {
 // Elements a thread must have before another one is woken.
 constexpr int64_t kGrain = 1 << 14;
 
-// Calls body with the tensor's data as float* or BFloat16*.
-template <typename Body>
-void WithElements(const Tensor& tensor, Body body) {
-  if (tensor.dtype == DType::kBFloat16) {
-    body(static_cast<BFloat16*>(tensor.data));
-  } else {
-    body(tensor.f32());
-  }
-}
-
 template <typename Item>
 double Elements(const std::vector<Item>& items) {
   double elements = 0;
   for (const Item& item : items) elements += item.value.size();
   return elements;
+}
+
+// What a pass moves that reads gradients and reads and writes values; in bytes.
+template <typename Item>
+double ValueBytes(const std::vector<Item>& items) {
+  double bytes = 0;
+  for (const Item& item : items) {
+    bytes += item.gradient.bytes() + 2 * item.value.bytes() + item.copy.bytes();
+  }
+  return bytes;
 }
 
 class CpuOptimizerKernels : public OptimizerKernels {
@@ -44,7 +45,7 @@ class CpuOptimizerKernels : public OptimizerKernels {
     stream.Enqueue({.name = "adamw",
                     .kind = OpKind::kOptimizer,
                     .flops = 12 * elements,
-                    .bytes = 28 * elements},
+                    .bytes = ValueBytes(tensors) + 16 * elements},
                    [this, tensors = std::move(tensors), arguments](const OpContext&) {
                      if (std::isfinite(*arguments.gradient_scale)) {
                        UpdateAdamW(pool_, tensors, arguments);
@@ -55,16 +56,20 @@ class CpuOptimizerKernels : public OptimizerKernels {
 
   void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
             const RmnpArguments& arguments) override {
-    EnqueueRmnp(stream, "rmnp", 8, 20, UpdateRmnp, std::move(matrices), arguments);
+    const double bytes = ValueBytes(matrices) + 8 * Elements(matrices);
+    EnqueueRmnp(stream, "rmnp", 8, bytes, UpdateRmnp, std::move(matrices), arguments);
   }
   void RmnpRowSquares(Stream& stream, std::vector<RmnpTensor> parts,
                       const RmnpArguments& arguments) override {
-    EnqueueRmnp(stream, "rmnp_row_squares", 6, 12, AccumulateRmnpRowSquares, std::move(parts),
+    double bytes = 8 * Elements(parts);
+    for (const RmnpTensor& part : parts) bytes += part.gradient.bytes();
+    EnqueueRmnp(stream, "rmnp_row_squares", 6, bytes, AccumulateRmnpRowSquares, std::move(parts),
                 arguments);
   }
   void RmnpApply(Stream& stream, std::vector<RmnpTensor> parts,
                  const RmnpArguments& arguments) override {
-    EnqueueRmnp(stream, "rmnp_apply", 5, 16, ApplyRmnp, std::move(parts), arguments);
+    const double bytes = ValueBytes(parts) + 4 * Elements(parts);
+    EnqueueRmnp(stream, "rmnp_apply", 5, bytes, ApplyRmnp, std::move(parts), arguments);
   }
 
   void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
@@ -73,39 +78,42 @@ class CpuOptimizerKernels : public OptimizerKernels {
     stream.Enqueue({.name = "momentum",
                     .kind = OpKind::kOptimizer,
                     .flops = 4.0 * size,
-                    .bytes = 12.0 * size + out.bytes()},
+                    .bytes = 8.0 * size + gradient.bytes() + out.bytes()},
                    [=, this](const OpContext&) {
                      if (!std::isfinite(*gradient_scale)) return absl::OkStatus();
-                     WithElements(out, [&](auto* target) {
-                       UpdateMomentum(gradient.f32(), momentum.f32(), size, mu, nesterov,
-                                      *gradient_scale, target);
+                     WithElements(gradient, [&](const auto* source) {
+                       WithElements(out, [&](auto* target) {
+                         UpdateMomentum(source, momentum.f32(), size, mu, nesterov, *gradient_scale,
+                                        target);
+                       });
                      });
                      return absl::OkStatus();
                    });
   }
 
-  void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& update, float step,
-                   float decay, const float* gradient_scale) override {
+  void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& copy, const Tensor& update,
+                   float step, float decay, const float* gradient_scale) override {
     const int64_t size = value.size();
     stream.Enqueue({.name = "apply_update",
                     .kind = OpKind::kOptimizer,
                     .flops = 3.0 * size,
-                    .bytes = 8.0 * size + update.bytes()},
+                    .bytes = 2.0 * value.bytes() + copy.bytes() + update.bytes()},
                    [=, this](const OpContext&) {
                      if (!std::isfinite(*gradient_scale)) return absl::OkStatus();
-                     WithElements(update, [&](const auto* u) {
-                       pool_.ParallelFor(size, kGrain, [&](int64_t begin, int64_t end) {
-                         float* w = value.f32();
-                         const float keep = 1 - decay;
-#pragma omp simd
-                         for (int64_t i = begin; i < end; ++i) {
-                           w[i] = keep * w[i] - step * static_cast<float>(u[i]);
+                     WithElements(value, [&](auto* w) {
+                       WithElements(update, [&](const auto* u) {
+                         if (copy.rows > 0) {
+                           UpdateValues<true>(w, copy, u, size, step, decay);
+                         } else {
+                           UpdateValues<false>(w, copy, u, size, step, decay);
                          }
                        });
                      });
                      return absl::OkStatus();
                    });
   }
+
+  DType matrix_dtype() const override { return DType::kFloat32; }
 
   void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) override {
     DIM0_CHECK(x.size() == out.size());
@@ -198,26 +206,39 @@ class CpuOptimizerKernels : public OptimizerKernels {
                    void (*run)(ThreadPool&, const std::vector<RmnpTensor>&, const RmnpArguments&),
                    std::vector<RmnpTensor> matrices, const RmnpArguments& arguments) {
     const double elements = Elements(matrices);
-    stream.Enqueue({.name = name,
-                    .kind = OpKind::kOptimizer,
-                    .flops = flops * elements,
-                    .bytes = bytes * elements},
-                   [this, run, matrices = std::move(matrices), arguments](const OpContext&) {
-                     if (std::isfinite(*arguments.gradient_scale)) run(pool_, matrices, arguments);
-                     return absl::OkStatus();
-                   });
+    stream.Enqueue(
+        {.name = name, .kind = OpKind::kOptimizer, .flops = flops * elements, .bytes = bytes},
+        [this, run, matrices = std::move(matrices), arguments](const OpContext&) {
+          if (std::isfinite(*arguments.gradient_scale)) run(pool_, matrices, arguments);
+          return absl::OkStatus();
+        });
   }
 
-  template <typename To>
-  void UpdateMomentum(const float* __restrict gradient, float* __restrict momentum, int64_t size,
+  template <bool kCopy, typename Value, typename Source>
+  void UpdateValues(Value* __restrict value, const Tensor& copy, const Source* __restrict update,
+                    int64_t size, float step, float decay) {
+    pool_.ParallelFor(size, kGrain, [&](int64_t begin, int64_t end) {
+      auto* __restrict rounded = static_cast<BFloat16*>(copy.data);
+      const float keep = 1 - decay;
+#pragma omp simd
+      for (int64_t i = begin; i < end; ++i) {
+        const float w = keep * static_cast<float>(value[i]) - step * static_cast<float>(update[i]);
+        Set(w, value[i]);
+        if constexpr (kCopy) Set(w, rounded[i]);
+      }
+    });
+  }
+
+  template <typename From, typename To>
+  void UpdateMomentum(const From* __restrict gradient, float* __restrict momentum, int64_t size,
                       float mu, bool nesterov, float scale, To* __restrict out) {
     pool_.ParallelFor(size, kGrain, [&](int64_t begin, int64_t end) {
 #pragma omp simd
       for (int64_t i = begin; i < end; ++i) {
-        const float g = scale * gradient[i];
+        const float g = scale * static_cast<float>(gradient[i]);
         const float v = mu * momentum[i] + g;
         momentum[i] = v;
-        out[i] = static_cast<To>(nesterov ? g + mu * v : v);
+        Set(nesterov ? g + mu * v : v, out[i]);
       }
     });
   }
@@ -229,7 +250,7 @@ class CpuOptimizerKernels : public OptimizerKernels {
         std::memcpy(to + begin, from + begin, (end - begin) * sizeof(To));
       } else {
 #pragma omp simd
-        for (int64_t i = begin; i < end; ++i) to[i] = static_cast<To>(static_cast<float>(from[i]));
+        for (int64_t i = begin; i < end; ++i) Set(static_cast<float>(from[i]), to[i]);
       }
     });
   }
@@ -264,7 +285,7 @@ class CpuOptimizerKernels : public OptimizerKernels {
     pool_.ParallelFor(size, kGrain, [&](int64_t begin, int64_t end) {
 #pragma omp simd
       for (int64_t i = begin; i < end; ++i) {
-        out[i] = static_cast<To>(static_cast<float>(static_cast<float>(x[i]) * factor));
+        Set(static_cast<float>(static_cast<float>(x[i]) * factor), out[i]);
       }
     });
   }

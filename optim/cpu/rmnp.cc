@@ -6,6 +6,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "runtime/cpu/elements.h"
+
 namespace dim0::cpu {
 namespace {
 
@@ -35,17 +37,28 @@ const double kShortestNorm = std::sqrt(double{std::numeric_limits<float>::min()}
 
 // One row, or a part of one. The sweeps below ask for what the sweep after them needs, so that
 // memory is never idle; what lies past the last row is asked for in vain and does no harm.
+template <typename Value, typename Gradient>
 struct Row {
-  float* __restrict value;
-  const float* __restrict gradient;
+  Value* __restrict value;
+  const Gradient* __restrict gradient;
   float* __restrict momentum;
+  BFloat16* __restrict copy;  // null: none
   int64_t size;
 };
 
-Row RowOf(const RmnpTensor& matrix, int64_t row) {
+// Calls body with row `row`, of the types that the matrix has.
+template <typename Body>
+void WithRow(const RmnpTensor& matrix, int64_t row, Body body) {
   const int64_t cols = matrix.value.cols;
-  return {matrix.value.f32() + row * cols, matrix.gradient.f32() + row * cols,
-          matrix.momentum.f32() + row * cols, cols};
+  WithElements(matrix.value, [&](auto* value) {
+    WithElements(matrix.gradient, [&](auto* gradient) {
+      using Value = std::remove_reference_t<decltype(*value)>;
+      using Gradient = std::remove_reference_t<decltype(*gradient)>;
+      body(Row<Value, Gradient>{value + row * cols, gradient + row * cols,
+                                matrix.momentum.f32() + row * cols,
+                                static_cast<BFloat16*>(matrix.copy.at(row * cols)), cols});
+    });
+  });
 }
 
 template <bool kNesterov>
@@ -54,7 +67,7 @@ inline float Direction(float gradient, float momentum, float mu) {
 }
 
 // V <- mu V + G; returns the sum of U^2.
-template <bool kNesterov>
+template <bool kNesterov, typename Row>
 float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
   const float scale = *arguments.gradient_scale;
   const auto mu = static_cast<float>(arguments.momentum);
@@ -62,7 +75,7 @@ float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
   ForEachElement(
       row.size, [&](int64_t i) { __builtin_prefetch(row.value + i, 1); },
       [&](int64_t i, int64_t lane) {
-        const float gradient = scale * row.gradient[i];
+        const float gradient = scale * static_cast<float>(row.gradient[i]);
         const float momentum = mu * row.momentum[i] + gradient;
         row.momentum[i] = momentum;
         const float direction = Direction<kNesterov>(gradient, momentum, mu);
@@ -76,7 +89,7 @@ float UpdateMomentum(const Row& row, const RmnpArguments& arguments) {
 
 // Makes U again, from the gradient and the momentum that are still in the caches (in halves of an
 // update, from memory), and updates the values. `squares` is the sum over the whole row.
-template <bool kNesterov>
+template <bool kNesterov, typename Row>
 void UpdateValues(const Row& row, float squares, double scale, const RmnpArguments& arguments) {
   const double norm = std::max({std::sqrt(double{squares}), arguments.eps, kShortestNorm});
   const double divisor = arguments.power == 0 ? norm : std::pow(norm, 1 - arguments.power);
@@ -86,17 +99,26 @@ void UpdateValues(const Row& row, float squares, double scale, const RmnpArgumen
   const auto keep = static_cast<float>(1 - arguments.lr * arguments.weight_decay);
   const float gradient_scale = *arguments.gradient_scale;
   const auto mu = static_cast<float>(arguments.momentum);
-  ForEachElement(
-      row.size,
-      [&](int64_t i) {
-        __builtin_prefetch(row.gradient + row.size + i, 0);
-        __builtin_prefetch(row.momentum + row.size + i, 1);
-      },
-      [&](int64_t i, int64_t) {
-        const float direction =
-            Direction<kNesterov>(gradient_scale * row.gradient[i], row.momentum[i], mu);
-        row.value[i] = keep * row.value[i] - step * direction;
-      });
+  const auto update = [&](auto has_copy) {
+    ForEachElement(
+        row.size,
+        [&](int64_t i) {
+          __builtin_prefetch(row.gradient + row.size + i, 0);
+          __builtin_prefetch(row.momentum + row.size + i, 1);
+        },
+        [&](int64_t i, int64_t) {
+          const float direction = Direction<kNesterov>(
+              gradient_scale * static_cast<float>(row.gradient[i]), row.momentum[i], mu);
+          const float value = keep * static_cast<float>(row.value[i]) - step * direction;
+          Set(value, row.value[i]);
+          if constexpr (has_copy) Set(value, row.copy[i]);
+        });
+  };
+  if (row.copy != nullptr) {
+    update(std::true_type());
+  } else {
+    update(std::false_type());
+  }
 }
 
 // Calls body(matrix, row) for the rows of all matrices, in one parallel loop: the threads are woken
@@ -137,9 +159,10 @@ void UpdateRmnp(ThreadPool& pool, const std::vector<RmnpTensor>& matrices,
                 const RmnpArguments& arguments) {
   WithNesterov(arguments.nesterov, [&](auto nesterov) {
     ForEachRow(pool, matrices, [&](const RmnpTensor& matrix, int64_t i) {
-      const Row row = RowOf(matrix, i);
-      const float squares = UpdateMomentum<nesterov>(row, arguments);
-      UpdateValues<nesterov>(row, squares, matrix.scale, arguments);
+      WithRow(matrix, i, [&](const auto& row) {
+        const float squares = UpdateMomentum<nesterov>(row, arguments);
+        UpdateValues<nesterov>(row, squares, matrix.scale, arguments);
+      });
     });
   });
 }
@@ -148,7 +171,9 @@ void AccumulateRmnpRowSquares(ThreadPool& pool, const std::vector<RmnpTensor>& p
                               const RmnpArguments& arguments) {
   WithNesterov(arguments.nesterov, [&](auto nesterov) {
     ForEachRow(pool, parts, [&](const RmnpTensor& part, int64_t i) {
-      part.row_squares[i] = UpdateMomentum<nesterov>(RowOf(part, i), arguments);
+      WithRow(part, i, [&](const auto& row) {
+        part.row_squares[i] = UpdateMomentum<nesterov>(row, arguments);
+      });
     });
   });
 }
@@ -157,7 +182,9 @@ void ApplyRmnp(ThreadPool& pool, const std::vector<RmnpTensor>& parts,
                const RmnpArguments& arguments) {
   WithNesterov(arguments.nesterov, [&](auto nesterov) {
     ForEachRow(pool, parts, [&](const RmnpTensor& part, int64_t i) {
-      UpdateValues<nesterov>(RowOf(part, i), part.row_squares[i], part.scale, arguments);
+      WithRow(part, i, [&](const auto& row) {
+        UpdateValues<nesterov>(row, part.row_squares[i], part.scale, arguments);
+      });
     });
   });
 }

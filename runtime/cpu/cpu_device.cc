@@ -19,6 +19,7 @@
 #include "absl/strings/str_format.h"
 #include "collectives/steady_clock.h"
 #include "runtime/cpu/cpu_stream.h"
+#include "runtime/cpu/elements.h"
 #include "runtime/cpu/gemm.h"
 
 namespace dim0::cpu {
@@ -28,6 +29,9 @@ constexpr int64_t kHugePage = int64_t{2} << 20;
 
 // Rows that one thread copies or adds at least.
 constexpr int64_t kRowGrain = 16;
+
+// Elements that one thread casts at least.
+constexpr int64_t kCastGrain = 1 << 14;
 
 // From /proc/meminfo, in bytes.
 absl::StatusOr<int64_t> MachineAvailable() {
@@ -220,25 +224,31 @@ absl::StatusOr<double> CpuDevice::MeasureTriadRate(absl::Duration duration) {
 }
 
 void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {
-  const float* data = values.f32();
   const int64_t size = values.size();
-  stream.Enqueue({.name = "sum_of_squares", .flops = 2.0 * size, .bytes = 4.0 * size},
-                 [this, data, size, result](const OpContext&) {
-                   *result = SumOfSquaresOf(pool_, size, [data](int64_t i) { return data[i]; });
+  stream.Enqueue({.name = "sum_of_squares", .flops = 2.0 * size, .bytes = 1.0 * values.bytes()},
+                 [=, this](const OpContext&) {
+                   WithElements(values, [&](const auto* x) {
+                     *result = SumOfSquaresOf(pool_, size,
+                                              [x](int64_t i) { return static_cast<float>(x[i]); });
+                   });
                    return absl::OkStatus();
                  });
 }
 
 void CpuDevice::SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                         double* result) {
-  DIM0_CHECK(a.rows == b.rows && a.cols == b.cols);
-  const float* x = a.f32();
-  const float* y = b.f32();
+  DIM0_CHECK(a.rows == b.rows && a.cols == b.cols && a.dtype == b.dtype);
   const int64_t size = a.size();
-  stream.Enqueue({.name = "sum_of_squared_differences", .flops = 3.0 * size, .bytes = 8.0 * size},
+  stream.Enqueue({.name = "sum_of_squared_differences",
+                  .flops = 3.0 * size,
+                  .bytes = 1.0 * (a.bytes() + b.bytes())},
                  [=, this](const OpContext&) {
-                   *result = SumOfSquaresOf(
-                       pool_, size, [x, y](int64_t i) { return static_cast<double>(x[i]) - y[i]; });
+                   WithElements(a, [&](const auto* x) {
+                     const auto* y = static_cast<decltype(x)>(b.data);
+                     *result = SumOfSquaresOf(pool_, size, [x, y](int64_t i) {
+                       return double{static_cast<float>(x[i])} - static_cast<float>(y[i]);
+                     });
+                   });
                    return absl::OkStatus();
                  });
 }
@@ -289,14 +299,16 @@ void CpuDevice::ClipScale(Stream& stream, const double* stats, int ranks, int64_
 
 void CpuDevice::GatherRows(Stream& stream, const Tensor& source, const int32_t* rows,
                            const Tensor& target) {
-  DIM0_CHECK(source.cols == target.cols);
-  const int64_t cols = target.cols;
-  stream.Enqueue({.name = "gather_rows", .kind = OpKind::kCopy, .bytes = 8.0 * target.size()},
+  DIM0_CHECK(source.cols == target.cols && source.dtype == target.dtype);
+  const int64_t row_bytes = target.cols * SizeOf(target.dtype);
+  stream.Enqueue({.name = "gather_rows", .kind = OpKind::kCopy, .bytes = 2.0 * target.bytes()},
                  [=, this](const OpContext&) {
                    pool_.ParallelFor(target.rows, kRowGrain, [&](int64_t begin, int64_t end) {
                      for (int64_t i = begin; i < end; ++i) {
                        DIM0_CHECK(0 <= rows[i] && rows[i] < source.rows);
-                       std::copy_n(source.f32() + rows[i] * cols, cols, target.f32() + i * cols);
+                       std::memcpy(static_cast<char*>(target.data) + i * row_bytes,
+                                   static_cast<const char*>(source.data) + rows[i] * row_bytes,
+                                   row_bytes);
                      }
                    });
                    return absl::OkStatus();
@@ -305,21 +317,44 @@ void CpuDevice::GatherRows(Stream& stream, const Tensor& source, const int32_t* 
 
 void CpuDevice::AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
                         const Tensor& target) {
-  DIM0_CHECK(source.cols == target.cols);
+  DIM0_CHECK(source.cols == target.cols && source.dtype == target.dtype);
   const int64_t cols = source.cols;
-  stream.Enqueue({.name = "add_rows", .flops = 1.0 * source.size(), .bytes = 12.0 * source.size()},
+  stream.Enqueue({.name = "add_rows", .flops = 1.0 * source.size(), .bytes = 3.0 * source.bytes()},
                  [=, this](const OpContext&) {
-                   pool_.ParallelFor(source.rows, kRowGrain, [&](int64_t begin, int64_t end) {
-                     for (int64_t i = begin; i < end; ++i) {
-                       DIM0_CHECK(0 <= rows[i] && rows[i] < target.rows);
-                       const float* from = source.f32() + i * cols;
-                       float* to = target.f32() + rows[i] * cols;
+                   WithElements(target, [&](auto* sums) {
+                     const auto* addends = static_cast<decltype(sums)>(source.data);
+                     pool_.ParallelFor(source.rows, kRowGrain, [&](int64_t begin, int64_t end) {
+                       for (int64_t i = begin; i < end; ++i) {
+                         DIM0_CHECK(0 <= rows[i] && rows[i] < target.rows);
+                         const auto* from = addends + i * cols;
+                         auto* to = sums + rows[i] * cols;
 #pragma omp simd
-                       for (int64_t c = 0; c < cols; ++c) to[c] += from[c];
-                     }
+                         for (int64_t c = 0; c < cols; ++c) {
+                           Set(static_cast<float>(to[c]) + static_cast<float>(from[c]), to[c]);
+                         }
+                       }
+                     });
                    });
                    return absl::OkStatus();
                  });
+}
+
+void CpuDevice::Cast(Stream& stream, const Tensor& source, const Tensor& target) {
+  DIM0_CHECK(source.size() == target.size());
+  if (source.dtype == target.dtype) return Copy(stream, target.data, source.data, source.bytes());
+  stream.Enqueue(
+      {.name = "cast", .kind = OpKind::kCopy, .bytes = 1.0 * (source.bytes() + target.bytes())},
+      [=, this](const OpContext&) {
+        WithElements(source, [&](const auto* from) {
+          WithElements(target, [&](auto* to) {
+            pool_.ParallelFor(source.size(), kCastGrain, [&](int64_t begin, int64_t end) {
+#pragma omp simd
+              for (int64_t i = begin; i < end; ++i) Set(static_cast<float>(from[i]), to[i]);
+            });
+          });
+        });
+        return absl::OkStatus();
+      });
 }
 
 void CpuDevice::Zero(Stream& stream, void* target, int64_t bytes) {

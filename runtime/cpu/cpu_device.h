@@ -25,6 +25,7 @@ class CpuDevice : public Device {
   // The least of the machine's available memory and what the cgroup leaves.
   absl::StatusOr<AvailableMemory> Available(int threads) const override;
   double MeasureMatMulRate(absl::Duration duration) override;
+  absl::string_view matmul_name() const override { return "SGEMM"; }
   absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
   void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
   void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
@@ -37,6 +38,7 @@ class CpuDevice : public Device {
                   const Tensor& target) override;
   void AddRows(Stream& stream, const Tensor& source, const int32_t* rows,
                const Tensor& target) override;
+  void Cast(Stream& stream, const Tensor& source, const Tensor& target) override;
   void Zero(Stream& stream, void* target, int64_t bytes) override;
   void Copy(Stream& stream, void* target, const void* source, int64_t bytes) override;
   void CopyToHost(Stream& stream, void* target, const void* source, int64_t bytes) override;

@@ -1,4 +1,3 @@
-// GELU and Add.
 #include "model/cpu/cpu_kernels.h"
 #include "model/cpu/vector_math.h"
 #include "runtime/check.h"
@@ -57,19 +56,6 @@ void CpuKernels::GeluBackward(Stream& stream, const Tensor& dy, const Tensor& x,
                    pool_.ParallelFor(size, kGrain, [=](int64_t begin, int64_t end) {
 #pragma omp simd
                      for (int64_t i = begin; i < end; ++i) out[i] = grad[i] * GeluDerivative(in[i]);
-                   });
-                   return absl::OkStatus();
-                 });
-}
-
-void CpuKernels::Add(Stream& stream, const Tensor& x, const Tensor& delta, const Tensor& sum) {
-  DIM0_CHECK(SameShape(x, delta) && SameShape(x, sum));
-  OpInfo info{.name = "add", .flops = 1.0 * x.size(), .bytes = 12.0 * x.size()};
-  stream.Enqueue(std::move(info),
-                 [this, a = x.f32(), b = delta.f32(), out = sum.f32(), size = x.size()](auto&) {
-                   pool_.ParallelFor(size, kGrain, [=](int64_t begin, int64_t end) {
-#pragma omp simd
-                     for (int64_t i = begin; i < end; ++i) out[i] = a[i] + b[i];
                    });
                    return absl::OkStatus();
                  });
