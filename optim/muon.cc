@@ -100,9 +100,9 @@ absl::Status Muon::Plan(const ParameterTable& table, absl::Span<const int> ids,
   if (resources.allocator->plan_only()) return absl::OkStatus();
   DIM0_ASSIGN_OR_RETURN(gather_channel_, group_.Open("muon_gather"));
   DIM0_ASSIGN_OR_RETURN(scatter_channel_, group_.Open("muon_scatter"));
-  gather_ = device_.NewStream("muon_gather");
+  gather_ = device_.NewStream("muon_gather", StreamPriority::kHigh);
   newton_schulz_ = device_.NewStream("newton_schulz");
-  scatter_ = device_.NewStream("muon_scatter");
+  scatter_ = device_.NewStream("muon_scatter", StreamPriority::kHigh);
   return absl::OkStatus();
 }
 

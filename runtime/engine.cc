@@ -311,8 +311,8 @@ absl::Status Engine::OpenChannels() {
   DIM0_ASSIGN_OR_RETURN(control_channel_, group_.Open("control"));
   DIM0_ASSIGN_OR_RETURN(host_channel_, group_.OpenHost("host"));
   compute_ = device_.NewStream("compute");
-  all_gather_ = device_.NewStream("all_gather");
-  reduce_scatter_ = device_.NewStream("reduce_scatter");
+  all_gather_ = device_.NewStream("all_gather", StreamPriority::kHigh);
+  reduce_scatter_ = device_.NewStream("reduce_scatter", StreamPriority::kHigh);
   return absl::OkStatus();
 }
 
@@ -881,7 +881,7 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
     for (const int u : update_order_) update(units_[u], known);
   }
 
-  if (absl::Status status = known.Wait(); !status.ok()) return Fail(std::move(status));
+  if (absl::Status status = Settled(known.Wait()); !status.ok()) return Fail(std::move(status));
   if (!update_status.ok()) return Fail(std::move(update_status));
   if (absl::Status status = CheckFinite(host_stats); !status.ok()) return Fail(std::move(status));
 
@@ -932,7 +932,9 @@ absl::StatusOr<double> Engine::Evaluate(absl::Span<const Batch> batches) {
   }
   double sum = 0;
   device_.CopyToHost(*compute_, &sum, stats_.data(), sizeof(double));
-  if (absl::Status status = compute_->Synchronize(); !status.ok()) return Fail(std::move(status));
+  if (absl::Status status = Settled(compute_->Synchronize()); !status.ok()) {
+    return Fail(std::move(status));
+  }
   DIM0_ASSIGN_OR_RETURN(const std::vector<std::string> sums,
                         Exchange(std::string(reinterpret_cast<const char*>(&sum), sizeof(sum))));
   double total = 0;
@@ -973,7 +975,7 @@ absl::Status Engine::GatherToRankZero(int parameter, const Tensor& shard, void* 
             {Purpose::kControl, table_[parameter].spec.name, context.native_stream, context.call},
             shard.dtype, shard.data, whole, state.counts[position], /*root=*/0);
       });
-  absl::Status status = reduce_scatter_->Synchronize();
+  absl::Status status = Settled(reduce_scatter_->Synchronize());
   return status.ok() ? status : Fail(std::move(status));
 }
 
@@ -1010,7 +1012,11 @@ absl::Status Engine::Synchronize() {
     absl::Status status = stream->Synchronize();
     if (first.ok()) first = std::move(status);
   }
-  return first;
+  return Settled(std::move(first));
+}
+
+absl::Status Engine::Settled(absl::Status waited) const {
+  return waited.ok() ? group_.Health() : waited;
 }
 
 absl::Status Engine::Fail(absl::Status status) {

@@ -276,6 +276,8 @@ class Engine {
     const ParameterTable::Entry& entry = table_[lookup.id];
     return units_[entry.unit].unit.parameters[entry.position];
   }
+  // What a wait for the streams has returned, or what failed their asynchronous collectives.
+  absl::Status Settled(absl::Status waited) const;
   // Fails the other ranks too, so that none waits for this one.
   absl::Status Fail(absl::Status status);
   absl::Status CheckFinite(absl::Span<const double> all_stats) const;

@@ -156,7 +156,8 @@ class RankRun {
   }
 
   absl::Status SetUp() {
-    DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank));
+    DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank,
+                                                Residency::kAtOnce, group_.rank()));
     allocator_.emplace(device_.get());
     DIM0_ASSIGN_OR_RETURN(model_, workload_.make_model(*device_));
     StartTracer();
@@ -639,9 +640,9 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
     spdlog::info("an earlier run's files were moved to {}", Printable(previous));
   }
   if (!options.trace.dir.empty()) check_trace(PrepareTraceDir(options.trace.dir));
-  DIM0_ASSIGN_OR_RETURN(const auto groups,
-                        CreateThreadRanks(options.ranks, {.timeout = options.collective_timeout,
-                                                          .link = options.link}));
+  DIM0_ASSIGN_OR_RETURN(const auto groups, CreateLocalRanks(options.backend, options.ranks,
+                                                            {.timeout = options.collective_timeout,
+                                                             .link = options.link}));
 
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it

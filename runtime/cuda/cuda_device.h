@@ -25,6 +25,7 @@ class CudaDevice : public Device {
   int ordinal() const { return context_->ordinal; }
 
   Backend backend() const override { return Backend::kCuda; }
+  absl::string_view matmul_name() const override { return "bfloat16 GEMM"; }
   using Device::NewStream;
   std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
   absl::StatusOr<void*> Allocate(int64_t bytes) override;

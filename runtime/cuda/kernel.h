@@ -28,8 +28,8 @@ cudaError_t Launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
 }
 
-// The launch's dynamic shared memory, aligned to 32 bytes, as tensor-core tiles must be. Its contents
-// are undefined at first.
+// The launch's dynamic shared memory, aligned to 32 bytes, as tensor-core tiles must be. Its
+// contents are undefined at first.
 template <typename T>
 __device__ __forceinline__ T* DynamicSharedMemory() {
   extern __shared__ __align__(32) unsigned char dynamic_shared_memory[];
