@@ -10,7 +10,8 @@
 
 namespace dim0 {
 
-enum class DType : uint8_t { kFloat32, kBFloat16, kInt32, kInt64, kByte };
+// kFloat16 is for matrices within a device; it does not travel.
+enum class DType : uint8_t { kFloat32, kBFloat16, kInt32, kInt64, kByte, kFloat16 };
 
 // Bytes per element.
 constexpr int64_t SizeOf(DType dtype) {
@@ -19,6 +20,7 @@ constexpr int64_t SizeOf(DType dtype) {
     case DType::kInt32:
       return 4;
     case DType::kBFloat16:
+    case DType::kFloat16:
       return 2;
     case DType::kInt64:
       return 8;
@@ -40,6 +42,8 @@ constexpr absl::string_view Name(DType dtype) {
       return "int64";
     case DType::kByte:
       return "byte";
+    case DType::kFloat16:
+      return "float16";
   }
   return "?";
 }

@@ -104,6 +104,7 @@ ncclDataType_t TypeOf(DType dtype) {
     case DType::kInt64:
       return ncclInt64;
     case DType::kByte:
+    case DType::kFloat16:  // does not travel
       break;
   }
   return ncclUint8;

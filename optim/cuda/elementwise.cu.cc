@@ -105,7 +105,7 @@ cudaError_t LaunchApplyUpdate(ElementType value_type, void* value, ElementType u
 cudaError_t LaunchAddToDiagonal(ElementType type, void* c, int64_t n, int64_t batch, float value,
                                 cudaStream_t stream) {
   if (n * batch == 0) return cudaSuccess;
-  return WithElementType(type, [&](auto tag) {
+  return WithMatrixType(type, [&](auto tag) {
     using T = typename decltype(tag)::type;
     return Launch(AddToDiagonalKernel<T>, static_cast<int>(CeilDivide(n * batch, kThreads)),
                   kThreads, 0, stream, static_cast<T*>(c), n, batch, value);

@@ -81,7 +81,8 @@ cudaError_t LaunchApplyUpdate(ElementType value_type, void* value, ElementType u
                               const float* gradient_scale, __nv_bfloat16* copy,
                               cudaStream_t stream);
 
-// c[i] <- c[i] + value on the diagonals of `batch` matrices [n, n] that lie one after another.
+// c[i] <- c[i] + value on the diagonals of `batch` matrices [n, n] that lie one after another. The
+// type may be float16, too.
 cudaError_t LaunchAddToDiagonal(ElementType type, void* c, int64_t n, int64_t batch, float value,
                                 cudaStream_t stream);
 

@@ -268,14 +268,14 @@ void CudaDevice::SumOfSquares(Stream& stream, const Tensor& values, double* resu
 
 void CudaDevice::SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                          double* result) {
-  DIM0_CHECK(a.rows == b.rows && a.cols == b.cols);
+  DIM0_CHECK(a.rows == b.rows && a.cols == b.cols && a.dtype == b.dtype);
   stream.Enqueue({.name = "sum_of_squared_differences",
                   .flops = 3.0 * a.size(),
                   .bytes = 1.0 * (a.bytes() + b.bytes())},
                  [this, a, b, result](const OpContext& context) -> absl::Status {
                    const cudaStream_t native = Native(context);
                    return ToStatus(
-                       LaunchSumOfSquaredDifferences(TypeOf(a), a.data, TypeOf(b), b.data, a.size(),
+                       LaunchSumOfSquaredDifferences(TypeOf(a), a.data, b.data, a.size(),
                                                      sum_workspaces_[native], result, native),
                        "sum_of_squared_differences");
                  });

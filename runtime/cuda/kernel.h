@@ -5,6 +5,7 @@
 #define DIM0_RUNTIME_CUDA_KERNEL_H_
 
 #include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstddef>
@@ -47,6 +48,7 @@ __host__ __device__ inline int64_t CeilDivide(int64_t a, int64_t b) { return (a 
 
 __device__ __forceinline__ float ToFloat(float value) { return value; }
 __device__ __forceinline__ float ToFloat(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float ToFloat(__half value) { return __half2float(value); }
 
 // Rounds to nearest, ties to even.
 template <typename T>
@@ -58,6 +60,10 @@ __device__ __forceinline__ float FromFloat<float>(float value) {
 template <>
 __device__ __forceinline__ __nv_bfloat16 FromFloat<__nv_bfloat16>(float value) {
   return __float2bfloat16_rn(value);
+}
+template <>
+__device__ __forceinline__ __half FromFloat<__half>(float value) {
+  return __float2half_rn(value);
 }
 
 // Every lane gets the sum over the warp, in one fixed order.

@@ -251,7 +251,7 @@ cudaError_t LaunchSums(ElementType type, const void* x, int64_t size, int count,
   const int blocks = BlocksFor(size, most);
   auto* const partial = static_cast<double*>(workspace);
   if (size > 0) {
-    const cudaError_t error = WithElementType(type, [&](auto tag) {
+    const cudaError_t error = WithMatrixType(type, [&](auto tag) {
       using T = typename decltype(tag)::type;
       return Launch(SumOfSquaresKernel<T>, dim3(blocks, count), kThreads, 0, stream,
                     static_cast<const T*>(x), size, partial);
@@ -317,8 +317,8 @@ cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int
     cudaError_t error =
         LaunchSums(type_x, from, size, count, kMostSumsOfMatrix, workspace, squares, stream);
     if (error != cudaSuccess) return error;
-    error = WithElementType(type_x, [&](auto tag_x) {
-      return WithElementType(type_out, [&](auto tag_out) {
+    error = WithMatrixType(type_x, [&](auto tag_x) {
+      return WithMatrixType(type_out, [&](auto tag_out) {
         using X = typename decltype(tag_x)::type;
         using Out = typename decltype(tag_out)::type;
         return Launch(NormalizeKernel<X, Out>, dim3(BlocksFor(size, kMostBlocks), count), kThreads,
@@ -367,8 +367,8 @@ cudaError_t LaunchCast(ElementType type_source, const void* source, int64_t size
     const int64_t bytes = size * SizeOf(type_source);
     return cudaMemcpyAsync(target, source, bytes, cudaMemcpyDeviceToDevice, stream);
   }
-  return WithElementType(type_source, [&](auto tag_source) {
-    return WithElementType(type_target, [&](auto tag_target) {
+  return WithMatrixType(type_source, [&](auto tag_source) {
+    return WithMatrixType(type_target, [&](auto tag_target) {
       using Source = typename decltype(tag_source)::type;
       using Target = typename decltype(tag_target)::type;
       return Launch(CastKernel<Source, Target>, BlocksFor(size, kMostBlocks), kThreads, 0, stream,

@@ -30,7 +30,8 @@ cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const
                                           cudaStream_t stream);
 
 // out[i] = x[i] length / ||x||, the norm in float64; all zeros if the norm is 0. `out` may be `x`.
-// For each of `batch` matrices of `size` elements that lie one after another.
+// For each of `batch` matrices of `size` elements that lie one after another. The types may be
+// float16, too.
 cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int64_t batch,
                             double length, ElementType type_out, void* out, void* workspace,
                             cudaStream_t stream);
@@ -49,7 +50,8 @@ cudaError_t LaunchGatherRows(ElementType type, const void* source, const int32_t
 cudaError_t LaunchAddRows(ElementType type, const void* source, const int32_t* rows,
                           int64_t num_rows, int64_t cols, void* target, cudaStream_t stream);
 
-// target[i] = source[i], rounded to nearest, ties to even. The two do not overlap.
+// target[i] = source[i], rounded to nearest, ties to even. The two do not overlap. The types may be
+// float16, too.
 cudaError_t LaunchCast(ElementType type_source, const void* source, int64_t size,
                        ElementType type_target, void* target, cudaStream_t stream);
 

@@ -14,7 +14,10 @@ absl::Status ToStatus(cublasStatus_t status, absl::string_view what) {
   return absl::InternalError(absl::StrCat(what, ": ", cublasLtGetStatusString(status)));
 }
 
-cudaDataType_t CudaType(DType type) { return type == DType::kFloat32 ? CUDA_R_32F : CUDA_R_16BF; }
+cudaDataType_t CudaType(DType type) {
+  if (type == DType::kFloat16) return CUDA_R_16F;
+  return type == DType::kBFloat16 ? CUDA_R_16BF : CUDA_R_32F;
+}
 
 // The largest power of two, up to what cuBLASLt makes use of, that divides the address.
 uint32_t Alignment(const void* data) {
@@ -24,7 +27,9 @@ uint32_t Alignment(const void* data) {
   return alignment;
 }
 
-bool IsMatrixType(DType type) { return type == DType::kFloat32 || type == DType::kBFloat16; }
+bool IsMatrixType(DType type) {
+  return type == DType::kFloat32 || type == DType::kBFloat16 || type == DType::kFloat16;
+}
 
 }  // namespace
 
@@ -168,7 +173,7 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
 
 absl::Status MatMul::Enqueue(const Product& p, cudaStream_t stream) {
   if (!IsMatrixType(p.type) || !IsMatrixType(p.c_type) ||
-      (p.type == DType::kFloat32 && p.c_type != DType::kFloat32)) {
+      (p.c_type != p.type && p.c_type != DType::kFloat32)) {
     return absl::InvalidArgumentError(absl::StrCat("no matrix product of ", Name(p.type), " into ",
                                                    Name(p.c_type), " is offered"));
   }

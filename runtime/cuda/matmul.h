@@ -24,8 +24,8 @@ struct Product {
   int64_t m = 0, n = 0, k = 0;
   bool transpose_a = false, transpose_b = false;  // a is [k, m] in memory; b is [n, k]
   float alpha = 1, beta = 0;
-  DType type = DType::kFloat32;    // of a and b: float32 or bfloat16
-  DType c_type = DType::kFloat32;  // float32, or bfloat16 if a and b are
+  DType type = DType::kFloat32;    // of a and b: float32, bfloat16 or float16
+  DType c_type = DType::kFloat32;  // float32, or that of a and b
   const void* a = nullptr;
   const void* b = nullptr;
   void* c = nullptr;

@@ -54,7 +54,7 @@ constexpr absl::string_view KindName(OpKind kind) {
 }
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kInt32, DType::kInt64,
-                             DType::kByte};
+                             DType::kByte,    DType::kFloat16};
 // PyTorch's name.
 constexpr absl::string_view DTypeName(DType dtype) {
   switch (dtype) {
@@ -68,6 +68,8 @@ constexpr absl::string_view DTypeName(DType dtype) {
       return "Long";
     case DType::kByte:
       return "Byte";
+    case DType::kFloat16:
+      return "Half";
   }
   return "?";
 }
