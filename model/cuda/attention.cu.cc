@@ -468,8 +468,7 @@ cudaError_t LaunchTiles(void (*kernel)(Parameters...), const HeadLayout& layout,
                         cudaStream_t stream, Arguments... arguments) {
   if (sizeof(Shared) > size_t{48} << 10) {
     const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
     if (error != cudaSuccess) return error;
   }
   const dim3 grid(static_cast<unsigned>(CeilDivide(layout.seq_len, kRows) * layout.pairs));
