@@ -6,6 +6,10 @@
 //   DIM0_SIMT_ORDER      in which order a block's threads run: shuffled, forward or reverse
 //   (shuffled) DIM0_SIMT_SEED       of the shuffle and of the choice among streams (1)
 //   DIM0_SIMT_LAZY       1: no stream advances until a host thread blocks or polls (0)
+//   DIM0_SIMT_NCCL_IN_ORDER
+//                        1: a device runs one NCCL operation at a time, in the order in which the
+//                        host enqueued them, whatever the communicators and streams, as a GPU may
+//                        that has no room for two: ranks with different orders then hang (0)
 //   DIM0_SIMT_FAIL_CALL  the how many-th call is to fail (0: none)
 #ifndef DIM0_TESTS_SIMT_CONTROL_H_
 #define DIM0_TESTS_SIMT_CONTROL_H_
@@ -24,6 +28,7 @@ struct Settings {
   ThreadOrder order = ThreadOrder::kShuffled;
   uint64_t seed = 1;
   bool lazy = false;
+  bool nccl_in_order = false;
 };
 
 Settings GetSettings();

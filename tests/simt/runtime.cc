@@ -17,11 +17,6 @@
 #include "tests/simt/memory.h"
 #include "tests/simt/symbols.h"
 
-// What a handle points at. A destroyed one is never used again for another.
-struct CUstream_st {
-  std::shared_ptr<dim0::simt::StreamState> state;
-};
-
 namespace dim0::simt {
 namespace {
 
@@ -70,6 +65,7 @@ Settings SettingsFromEnvironment() {
       "DIM0_SIMT_SHARED", settings.shared_bytes, kStaticSharedBytes, kMaxSharedBytes - 1024));
   settings.seed = EnvironmentNumber("DIM0_SIMT_SEED", 1, 0, std::numeric_limits<int64_t>::max());
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
+  settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
     if (std::strcmp(order, "shuffled") == 0) {
       settings.order = ThreadOrder::kShuffled;
@@ -99,16 +95,18 @@ class Runtime {
   Settings settings;
   std::vector<Device> devices;
   std::vector<std::shared_ptr<StreamState>> streams;  // with the default ones
-  std::set<CUstream_st*> stream_handles;
+  // Handles are numbers: never used again, and nothing to look into.
+  std::map<cudaStream_t, std::shared_ptr<StreamState>> stream_handles;
   std::map<cudaEvent_t, std::shared_ptr<EventState>> events;
-  uintptr_t next_event = 0;
+  uintptr_t next_handle = 0;
   std::map<std::pair<int, const void*>, int> dynamic_shared_limit;  // by device and kernel
   int64_t calls = 0;
   int64_t fail_at = 0;  // call number; 0: none
   std::string failed_call;
   int host_threads_waiting = 0;
   int polls = 0;
-  bool busy = false;  // an operation is running
+  bool busy = false;        // an operation is running
+  bool look_again = false;  // see LookAgain
   uint64_t operations = 0;
   std::mt19937_64 random;
 
@@ -130,8 +128,6 @@ class Runtime {
     thread_started_ = true;
     std::thread([this] { Loop(); }).detach();
   }
-
-  bool Passed(const StreamState& stream, int64_t point) const { return stream.completed >= point; }
 
   bool Runnable(const StreamState& stream) const {
     if (stream.queue.empty()) return false;
@@ -157,9 +153,13 @@ class Runtime {
   std::shared_ptr<StreamState> Pick() {
     if (settings.lazy && host_threads_waiting == 0 && polls == 0) return nullptr;
     std::vector<std::shared_ptr<StreamState>> runnable;
-    for (const auto& stream : streams) {
-      if (Runnable(*stream)) runnable.push_back(stream);
-    }
+    do {
+      look_again = false;
+      runnable.clear();
+      for (const auto& stream : streams) {
+        if (Runnable(*stream)) runnable.push_back(stream);
+      }
+    } while (look_again);
     if (runnable.empty()) return nullptr;
     return runnable[random() % runnable.size()];
   }
@@ -431,8 +431,8 @@ std::shared_ptr<StreamState> FindStream(cudaStream_t stream) {
   if (!stream) {
     return runtime.devices.empty() ? nullptr : runtime.devices[current_device].default_stream;
   }
-  if (!runtime.stream_handles.contains(stream)) return nullptr;
-  return stream->state;
+  const auto found = runtime.stream_handles.find(stream);
+  return found == runtime.stream_handles.end() ? nullptr : found->second;
 }
 
 void Enqueue(const std::shared_ptr<StreamState>& stream, StreamState::Operation operation) {
@@ -477,6 +477,19 @@ void Poll() {
   Change([] { ++Runtime::Get().polls; });
   std::this_thread::yield();
 }
+
+void LookAgain() { Runtime::Get().look_again = true; }
+
+void WaitForRunningOperation() {
+  auto& runtime = Runtime::Get();
+  std::unique_lock<std::mutex> lock(runtime.mutex);
+  const uint64_t running = runtime.operations;
+  runtime.changed.wait(lock, [&] { return !runtime.busy || runtime.operations != running; });
+}
+
+bool NcclInOrder() { return Runtime::Get().settings.nccl_in_order; }
+
+bool DeviceFailed(int device) { return Runtime::Get().devices[device].error != cudaSuccess; }
 
 cudaError_t DeviceError(int device) {
   auto& runtime = Runtime::Get();
@@ -1115,11 +1128,11 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, i
   state->device = current_device;
   state->flags = flags;
   state->priority = std::clamp(priority, kGreatestPriority, kLeastPriority);
-  *stream = new CUstream_st{state};
   Change([&] {
     auto& runtime = Runtime::Get();
     runtime.streams.push_back(state);
-    runtime.stream_handles.insert(*stream);
+    *stream = reinterpret_cast<cudaStream_t>(++runtime.next_handle << 4);
+    runtime.stream_handles[*stream] = state;
   });
   return cudaSuccess;
 }
@@ -1238,8 +1251,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   state->flags = flags;
   Change([&] {
     auto& runtime = Runtime::Get();
-    // Not an address: it means nothing to anyone else.
-    *event = reinterpret_cast<cudaEvent_t>(++runtime.next_event << 4);
+    *event = reinterpret_cast<cudaEvent_t>(++runtime.next_handle << 4);
     runtime.events[*event] = state;
   });
   return cudaSuccess;

@@ -63,7 +63,15 @@ void Change(const std::function<void()>& change);
 // The host has asked whether something is done and it was not: a lazy device does one operation.
 void Poll();
 
+// From an operation's `ready`: something has changed on which other operations' may depend.
+void LookAgain();
+// Waits until the operation that runs now, if any, has ended.
+void WaitForRunningOperation();
+
 cudaError_t DeviceError(int device);
+// Under the lock.
+bool DeviceFailed(int device);
+bool NcclInOrder();
 void FailDevice(int device, cudaError_t error);
 
 }  // namespace dim0::simt
