@@ -218,6 +218,9 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
   final_rstd_ = allocate_floats(n);
   logits_ = allocate(n * config_.vocab);
   branch_ = allocate(n * c);
+  const int64_t workspace_bytes = kernels_->WorkspaceBytes(n, c, config_.heads);
+  if (workspace_bytes > 0) workspace_ = allocate_as(DType::kByte, workspace_bytes);
+  kernels_->SetWorkspace(workspace_.data());
   if (training) {
     d_residual_ = allocate(n * c);
     d_narrow_ = allocate(n * c);

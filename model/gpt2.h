@@ -122,6 +122,7 @@ class Gpt2 : public Model {
   Buffer final_norm_, final_mean_, final_rstd_;
   Buffer logits_;                          // [N, V]; their own gradient after a training forward
   Buffer branch_;                          // [N, C]: output of a block's branch
+  Buffer workspace_;                       // the kernels'
   Buffer d_residual_, d_narrow_, d_wide_;  // [N, C], [N, C], [N, 4C]
 };
 

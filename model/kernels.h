@@ -44,6 +44,16 @@ class Kernels {
   // are reduced as `reduced`. No other types are given to the methods below.
   virtual ModelTypes TypesFor(DType gathered, DType reduced) const = 0;
 
+  // Bytes of device memory that the ops need beside their arguments, for up to `tokens` tokens of a
+  // model of that width, whose biases have up to 4 x `width` elements; 0 if none.
+  virtual int64_t WorkspaceBytes(int64_t /*tokens*/, int64_t /*width*/, int64_t /*heads*/) const {
+    return 0;
+  }
+  // The memory for that, before the first op; AttentionDecode and the forwards of embeddings, norms
+  // and linear maps do without. It must live as long as tensors must. The ops share it, so they
+  // must be enqueued on one stream.
+  virtual void SetWorkspace(void* /*workspace*/) {}
+
   // out[n, :] = wte[tokens[n], :] + wpe[n mod T, :]. tokens: N int32 in [0, V). wte [V, C], wpe [P,
   // C] with P >= T, out [N, C].
   virtual void EmbeddingForward(Stream& stream, const int32_t* tokens, int64_t seq_len,

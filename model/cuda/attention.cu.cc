@@ -468,8 +468,7 @@ cudaError_t LaunchTiles(void (*kernel)(Parameters...), const HeadLayout& layout,
                         cudaStream_t stream, Arguments... arguments) {
   if (sizeof(Shared) > size_t{48} << 10) {
     const cudaError_t error =
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
     if (error != cudaSuccess) return error;
   }
   const dim3 grid(static_cast<unsigned>(CeilDivide(layout.seq_len, kRows) * layout.pairs));
@@ -478,7 +477,7 @@ cudaError_t LaunchTiles(void (*kernel)(Parameters...), const HeadLayout& layout,
 
 bool HasTensorCoreKernel(const HeadLayout& layout, std::initializer_list<Array> arrays) {
   for (const Array& array : arrays) {
-    if (array.type != Element::kBFloat16 || !AreAligned({array.data})) return false;
+    if (array.type != ElementType::kBFloat16 || !AreAligned({array.data})) return false;
   }
   return layout.head_size == 64 || layout.head_size == 128;
 }
@@ -512,7 +511,7 @@ cudaError_t LaunchAttentionBackward(const AttentionSize& size, Array dout, Array
   if (layout.pairs == 0 || layout.seq_len == 0) return cudaSuccess;
   const dim3 delta_grid(
       static_cast<unsigned>(CeilDivide(layout.pairs * layout.seq_len, kThreads / kWarpSize)));
-  const cudaError_t error = WithType(out.type, [&](auto tag) {
+  const cudaError_t error = WithElementType(out.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(DeltaKernel<T>, delta_grid, dim3(kThreads), 0, stream, layout, As<T>(dout),
                   As<T>(out), workspace);

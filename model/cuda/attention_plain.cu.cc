@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 cudaError_t LaunchPlainAttentionForward(const HeadLayout& layout, Array qkv, Array out,
                                         float* logsumexp, cudaStream_t stream) {
-  return WithType(qkv.type, [&](auto tag) {
+  return WithElementType(qkv.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(PlainForwardKernel<T>, Grid(layout), dim3(kThreads), 0, stream, layout,
                   As<T>(qkv), As<T>(out), logsumexp);
@@ -302,7 +302,7 @@ cudaError_t LaunchPlainAttentionForward(const HeadLayout& layout, Array qkv, Arr
 cudaError_t LaunchPlainAttentionBackward(const HeadLayout& layout, Array dout, Array qkv,
                                          const float* logsumexp, const float* delta, Array dqkv,
                                          cudaStream_t stream) {
-  return WithType(qkv.type, [&](auto tag) {
+  return WithElementType(qkv.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     for (const auto kernel : {PlainBackwardKernel<true, T>, PlainBackwardKernel<false, T>}) {
       const cudaError_t error = Launch(kernel, Grid(layout), dim3(kThreads), 0, stream, layout,
@@ -315,7 +315,7 @@ cudaError_t LaunchPlainAttentionBackward(const HeadLayout& layout, Array dout, A
 
 cudaError_t LaunchAttentionDecode(int64_t heads, int64_t head_size, int64_t position, Array qkv,
                                   Array keys, Array values, Array out, cudaStream_t stream) {
-  return WithType(qkv.type, [&](auto tag) {
+  return WithElementType(qkv.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     const dim3 grid(static_cast<unsigned>(heads),
                     static_cast<unsigned>(CeilDivide(head_size, kDecodeThreads)));

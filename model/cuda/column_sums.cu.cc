@@ -46,7 +46,7 @@ struct Values {
 cudaError_t LaunchSumOfChunks(const float* partial_sums, int64_t chunks, int64_t cols, Array sums,
                               bool accumulate, cudaStream_t stream) {
   if (cols == 0) return cudaSuccess;
-  return WithType(sums.type, [&](auto tag) {
+  return WithElementType(sums.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(SumOfChunksKernel<T>, dim3(static_cast<unsigned>(CeilDivide(cols, kWarpSize))),
                   dim3(kGroups * kWarpSize), 0, stream, partial_sums, chunks, cols, As<T>(sums),
@@ -57,7 +57,7 @@ cudaError_t LaunchSumOfChunks(const float* partial_sums, int64_t chunks, int64_t
 cudaError_t LaunchColumnSums(Array values, int64_t rows, int64_t cols, Array sums, bool accumulate,
                              float* workspace, cudaStream_t stream) {
   if (cols == 0) return cudaSuccess;
-  const cudaError_t error = WithType(values.type, [&](auto tag) {
+  const cudaError_t error = WithElementType(values.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     const bool vectors = cols % kVector<T> == 0 && AreAligned({values.data});
     return WithVector<T>(vectors, [&](auto elements) {

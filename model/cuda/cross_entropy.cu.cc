@@ -115,7 +115,7 @@ cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t row
                                cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
   double* losses = reinterpret_cast<double*>(workspace);
-  const cudaError_t error = WithType(logits.type, [&](auto tag) {
+  const cudaError_t error = WithElementType(logits.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(write_gradient ? CrossEntropyKernel<true, T> : CrossEntropyKernel<false, T>,
                   dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0, stream, As<T>(logits),

@@ -17,7 +17,8 @@ namespace {
 
 Array ArrayOf(const Tensor& tensor) {
   DIM0_CHECK(tensor.dtype == DType::kFloat32 || tensor.dtype == DType::kBFloat16);
-  return {tensor.data, tensor.dtype == DType::kBFloat16 ? Element::kBFloat16 : Element::kFloat32};
+  return {tensor.data,
+          tensor.dtype == DType::kBFloat16 ? ElementType::kBFloat16 : ElementType::kFloat32};
 }
 
 cudaStream_t NativeStream(const OpContext& context) {

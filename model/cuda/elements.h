@@ -64,23 +64,14 @@ inline bool AreAligned(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-template <typename T>
-struct TypeTag {
-  using Type = T;
-};
+// Of the tag that WithElementType hands on.
 template <typename Tag>
-using TypeOf = typename Tag::Type;
+using TypeOf = typename Tag::type;
 
 template <int N>
 struct Constant {
   static constexpr int kValue = N;
 };
-
-// Returns body(TypeTag) for the type that `element` names.
-template <typename Body>
-cudaError_t WithType(Element element, const Body& body) {
-  return element == Element::kBFloat16 ? body(TypeTag<__nv_bfloat16>()) : body(TypeTag<float>());
-}
 
 // Returns body(Constant): Ts' vector length if `vectors`, else 1.
 template <typename... Ts, typename Body>

@@ -99,9 +99,9 @@ cudaError_t LaunchEmbeddingForward(const int32_t* tokens, int64_t count, int64_t
                                    int64_t vocabulary, int64_t width, Array wte, Array wpe,
                                    Array out, cudaStream_t stream) {
   if (count == 0) return cudaSuccess;
-  return WithType(out.type, [&](auto tag) {
+  return WithElementType(out.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
-    return WithType(wte.type, [&](auto parameter_tag) {
+    return WithElementType(wte.type, [&](auto parameter_tag) {
       using P = TypeOf<decltype(parameter_tag)>;
       const bool vectors = width % kVector<T, P> == 0 && AreAligned({wte.data, wpe.data, out.data});
       return WithVector<T, P>(vectors, [&](auto elements) {
@@ -117,9 +117,9 @@ cudaError_t LaunchEmbeddingForward(const int32_t* tokens, int64_t count, int64_t
 cudaError_t LaunchEmbeddingBackward(const int32_t* tokens, int64_t count, int64_t seq_len,
                                     int64_t vocabulary, int64_t positions, int64_t width,
                                     Array dout, Array dwte, Array dwpe, cudaStream_t stream) {
-  return WithType(dout.type, [&](auto tag) {
+  return WithElementType(dout.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
-    return WithType(dwte.type, [&](auto gradient_tag) {
+    return WithElementType(dwte.type, [&](auto gradient_tag) {
       using G = TypeOf<decltype(gradient_tag)>;
       const bool vectors =
           width % kVector<T, G> == 0 && AreAligned({dout.data, dwte.data, dwpe.data});

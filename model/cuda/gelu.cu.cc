@@ -74,7 +74,7 @@ dim3 Blocks(int64_t size, int elements) {
 template <typename Function>
 cudaError_t LaunchUnary(Array x, Array y, int64_t size, Function function, cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
-  return WithType(x.type, [&](auto tag) {
+  return WithElementType(x.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return WithVector<T>(AreAligned({x.data, y.data}), [&](auto elements) {
       constexpr int kElements = decltype(elements)::kValue;
@@ -88,7 +88,7 @@ template <typename Function>
 cudaError_t LaunchBinary(Array a, Array b, Array y, int64_t size, Function function,
                          cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
-  return WithType(a.type, [&](auto tag) {
+  return WithElementType(a.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return WithVector<T>(AreAligned({a.data, b.data, y.data}), [&](auto elements) {
       constexpr int kElements = decltype(elements)::kValue;

@@ -11,14 +11,14 @@
 
 #include <cstdint>
 
-namespace dim0::cuda {
+#include "runtime/cuda/element_type.h"
 
-enum class Element : uint8_t { kFloat32, kBFloat16 };
+namespace dim0::cuda {
 
 // Device memory and the type of its elements. It may start anywhere its elements may.
 struct Array {
   void* data = nullptr;
-  Element type = Element::kFloat32;
+  ElementType type = ElementType::kFloat32;
 };
 
 // Floats of workspace, aligned to 16 bytes, that LayerNormBackward of up to `width` columns,

@@ -240,9 +240,9 @@ cudaError_t LaunchLayerNormForward(Array x, Array delta, Array gain, Array bias,
                                    float* mean, float* rstd, int64_t rows, int64_t width,
                                    cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
-  return WithType(x.type, [&](auto tag) {
+  return WithElementType(x.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
-    return WithType(gain.type, [&](auto parameter_tag) {
+    return WithElementType(gain.type, [&](auto parameter_tag) {
       using P = TypeOf<decltype(parameter_tag)>;
       const bool vectors = width % kVector<T, P> == 0 &&
                            AreAligned({x.data, delta.data, gain.data, bias.data, sum.data, y.data});
@@ -260,9 +260,9 @@ cudaError_t LaunchLayerNormBackward(Array dy, Array x, Array gain, const float* 
                                     Array dbias, bool accumulate_parameters, int64_t rows,
                                     int64_t width, float* workspace, cudaStream_t stream) {
   int64_t chunks = 0;
-  cudaError_t error = WithType(x.type, [&](auto tag) {
+  cudaError_t error = WithElementType(x.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
-    return WithType(gain.type, [&](auto parameter_tag) {
+    return WithElementType(gain.type, [&](auto parameter_tag) {
       using P = TypeOf<decltype(parameter_tag)>;
       constexpr int kElements = kVector<T, P>;
       const bool vectors =
