@@ -52,6 +52,9 @@ ABSL_FLAG(bool, accum_sync, true,
           "reduce-scatter after every micro-batch; otherwise gradients accumulate unsharded, which "
           "saves communication and costs memory");
 ABSL_FLAG(int64_t, steps, 100, "optimizer steps");
+ABSL_FLAG(std::string, device, "cpu",
+          "what computes: cpu, cuda (an NVIDIA GPU for each rank), or auto (cuda where this "
+          "machine can, else cpu)");
 ABSL_FLAG(int, ranks, 1, "ranks, as threads of this process");
 ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
 ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon, rmnp or sign_momentum");
@@ -201,6 +204,25 @@ void WarnOfFlagsWithoutEffect(const std::string& optimizer) {
   }
 }
 
+// --device. What auto chose, and why, goes to the log.
+absl::StatusOr<Backend> BackendFromFlag() {
+  const std::string name = absl::GetFlag(FLAGS_device);
+  if (name == "cpu") return Backend::kCpu;
+  if (name != "cuda" && name != "auto") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device=", name, " is unknown; choose cpu, cuda or auto"));
+  }
+  const absl::Status usable = CheckBackend(Backend::kCuda);
+  if (name == "auto") {
+    spdlog::info("device: {}",
+                 usable.ok() ? "cuda" : absl::StrCat("cpu, because ", usable.message()));
+    return usable.ok() ? Backend::kCuda : Backend::kCpu;
+  }
+  if (usable.ok()) return Backend::kCuda;
+  return absl::Status(usable.code(), absl::StrCat("--device=cuda: ", usable.message(),
+                                                  "; --device=cpu needs none of it"));
+}
+
 // --trace and --trace_steps.
 absl::StatusOr<TraceOptions> TraceFromFlags() {
   TraceOptions trace = {.dir = absl::GetFlag(FLAGS_trace)};
@@ -344,6 +366,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   setup.schedule.total_steps = absl::GetFlag(FLAGS_steps);
 
   TrainerOptions& trainer = setup.trainer;
+  DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag());
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   trainer.ranks = absl::GetFlag(FLAGS_ranks);
   trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
@@ -423,9 +446,8 @@ absl::Status CheckMemory(const Setup& setup) {
   spdlog::info("predicted memory of the fullest rank:\n{}", MemoryTable(plan));
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                         CreateDevice(setup.trainer.backend, 1));
-  DIM0_ASSIGN_OR_RETURN(
-      const AvailableMemory memory,
-      device->Available(setup.trainer.ranks * setup.trainer.threads_per_rank));
+  DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
+                        device->Available(setup.trainer.ranks * setup.trainer.threads_per_rank));
   const int64_t available = memory.bytes;
   const int64_t needed = NeededBytes(plan, memory);
   if (needed <= available) return absl::OkStatus();
@@ -466,10 +488,9 @@ absl::Status CheckMemory(const Setup& setup) {
   } else {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
-  return absl::ResourceExhaustedError(
-      absl::StrFormat("the run needs %.1f GiB %s and %.1f GiB are available; %s",
-                      needed / 1073741824.0, memory.of_each_rank ? "on a rank's device" : "in all",
-                      available / 1073741824.0, advice));
+  return absl::ResourceExhaustedError(absl::StrFormat(
+      "the run needs %.1f GiB %s and %.1f GiB are available; %s", needed / 1073741824.0,
+      memory.of_each_rank ? "on a rank's device" : "in all", available / 1073741824.0, advice));
 }
 
 absl::StatusOr<TrainingSummary> Run(const Setup& setup) {

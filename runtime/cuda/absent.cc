@@ -6,8 +6,7 @@ namespace dim0::cuda {
 
 absl::Status CheckCuda() {
   return absl::UnavailableError(
-      "this build has no CUDA: install the CUDA Toolkit and NCCL, set CUDA_HOME and build again; "
-      "--device=cpu runs without");
+      "this build has no CUDA: install the CUDA Toolkit and NCCL, set CUDA_HOME and build again");
 }
 
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int /*ordinal*/) { return CheckCuda(); }

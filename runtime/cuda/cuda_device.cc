@@ -37,10 +37,6 @@ std::string VersionText(int version) {
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
-absl::Status NoGpu(absl::string_view why) {
-  return absl::UnavailableError(absl::StrCat(why, "; --device=cpu runs without one"));
-}
-
 // A kernel of this build's, run once.
 absl::Status ProbeKernels() {
   void* memory = nullptr;
@@ -61,13 +57,14 @@ absl::Status CheckGpu(int ordinal, std::string* name) {
   *name = absl::StrCat("GPU ", ordinal, " (", properties.name, ", sm_", properties.major,
                        properties.minor, ")");
   if (properties.major < kOldestMajor) {
-    return NoGpu(absl::StrCat(*name, " is too old: it takes sm_", kOldestMajor, "0, Ampere"));
+    return absl::UnavailableError(
+        absl::StrCat(*name, " is too old: it takes sm_", kOldestMajor, "0, Ampere"));
   }
   DIM0_RETURN_IF_ERROR(ToStatus(cudaSetDevice(ordinal), absl::StrCat("using ", *name)));
   if (const absl::Status status = ProbeKernels(); !status.ok()) {
-    return NoGpu(absl::StrCat(*name, " does not run this build's kernels: ", status.message(),
-                              "; build with --define=cuda_architectures=", properties.major,
-                              properties.minor));
+    return absl::UnavailableError(absl::StrCat(
+        *name, " does not run this build's kernels: ", status.message(),
+        "; build with --define=cuda_architectures=", properties.major, properties.minor));
   }
   return absl::OkStatus();
 }
@@ -93,17 +90,19 @@ absl::StatusOr<int> CountGpus() {
   int driver = 0, runtime = 0, count = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaDriverGetVersion(&driver), "asking for the NVIDIA driver"));
   DIM0_RETURN_IF_ERROR(ToStatus(cudaRuntimeGetVersion(&runtime), "asking for CUDA's version"));
-  if (driver == 0) return NoGpu("this machine has no NVIDIA driver");
+  if (driver == 0) return absl::UnavailableError("this machine has no NVIDIA driver");
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaErrorInsufficientDriver) {
-    return NoGpu(absl::StrCat("the NVIDIA driver knows CUDA up to ", VersionText(driver),
-                              ", and this build needs ", VersionText(runtime),
-                              ": update the driver"));
+    return absl::UnavailableError(absl::StrCat("the NVIDIA driver knows CUDA up to ",
+                                               VersionText(driver), ", and this build needs ",
+                                               VersionText(runtime), ": update the driver"));
   }
   if (error == cudaErrorNoDevice || (error == cudaSuccess && count == 0)) {
-    return NoGpu("CUDA shows this process no GPU (nvidia-smi and CUDA_VISIBLE_DEVICES tell more)");
+    return absl::UnavailableError(
+        "CUDA shows this process no GPU (nvidia-smi and CUDA_VISIBLE_DEVICES tell more)");
   }
-  if (error != cudaSuccess) return NoGpu(ToStatus(error, "looking for GPUs").message());
+  if (error != cudaSuccess)
+    return absl::UnavailableError(ToStatus(error, "looking for GPUs").message());
   return count;
 }
 
