@@ -623,6 +623,10 @@ std::string MemoryTable(const std::vector<MemoryUse>& ranks) {
 absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workload& workload,
                                       const Dataset& dataset) {
   TrainerOptions options = given;
+  // Before a file is touched: the ranks may be more than the machine can have.
+  DIM0_ASSIGN_OR_RETURN(const auto groups, CreateLocalRanks(options.backend, options.ranks,
+                                                            {.timeout = options.collective_timeout,
+                                                             .link = options.link}));
   DIM0_ASSIGN_OR_RETURN(const RunDirLock lock, RunDirLock::Acquire(options.run_dir));
   std::optional<RunDirLock> trace_lock;
   const auto check_trace = [&](const absl::Status& status) {
@@ -640,9 +644,6 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
     spdlog::info("an earlier run's files were moved to {}", Printable(previous));
   }
   if (!options.trace.dir.empty()) check_trace(PrepareTraceDir(options.trace.dir));
-  DIM0_ASSIGN_OR_RETURN(const auto groups, CreateLocalRanks(options.backend, options.ranks,
-                                                            {.timeout = options.collective_timeout,
-                                                             .link = options.link}));
 
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it
