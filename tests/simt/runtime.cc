@@ -104,7 +104,7 @@ class Runtime {
   int64_t fail_at = 0;  // call number; 0: none
   std::string failed_call;
   int host_threads_waiting = 0;
-  int polls = 0;
+  bool polled = false;      // see Poll
   bool busy = false;        // an operation is running
   bool look_again = false;  // see LookAgain
   uint64_t operations = 0;
@@ -151,7 +151,7 @@ class Runtime {
   }
 
   std::shared_ptr<StreamState> Pick() {
-    if (settings.lazy && host_threads_waiting == 0 && polls == 0) return nullptr;
+    if (settings.lazy && host_threads_waiting == 0 && !polled) return nullptr;
     std::vector<std::shared_ptr<StreamState>> runnable;
     do {
       look_again = false;
@@ -169,7 +169,7 @@ class Runtime {
     while (true) {
       std::shared_ptr<StreamState> stream;
       while (!(stream = Pick())) changed.wait(lock);
-      polls = std::max(0, polls - 1);
+      polled = false;
       busy = true;
       ++operations;
       // It stays in the queue while it runs, but nobody else looks at it there.
@@ -383,6 +383,7 @@ void Reset() {
   runtime.dynamic_shared_limit.clear();
   runtime.fail_at = 0;
   runtime.failed_call.clear();
+  runtime.polled = false;
   runtime.MakeDevices();
   ForgetMemory();
   lock.unlock();
@@ -474,7 +475,7 @@ void Change(const std::function<void()>& change) {
 }
 
 void Poll() {
-  Change([] { ++Runtime::Get().polls; });
+  Change([] { Runtime::Get().polled = true; });
   std::this_thread::yield();
 }
 
