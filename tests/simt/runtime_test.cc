@@ -231,6 +231,23 @@ TEST_F(RuntimeTest, AnEventRecordedAgainDoesNotHoldUpWhoWaitedBefore) {
   EXPECT_EQ(Read(buffer, 4), std::vector<int>(4, 3));
 }
 
+TEST_F(RuntimeTest, AnEventRecordedAgainOnAStreamThatIsAheadStillHoldsUpWhoWaitedBefore) {
+  for (uint64_t seed = 1; seed <= 20; ++seed) {
+    UseLazy(seed);
+    const cudaStream_t maker = NewStream(), user = NewStream(), idle = NewStream();
+    const cudaEvent_t made = NewEvent();
+    int *buffer = NewInts(10), *copy = NewInts(10);
+    for (int value = 1; value <= 7; ++value) ASSERT_CUDA(Launch(Fill, maker, buffer, 10, value));
+    ASSERT_CUDA(cudaEventRecord(made, maker));
+    ASSERT_CUDA(cudaStreamWaitEvent(user, made, 0));
+    ASSERT_CUDA(cudaEventRecord(made, idle));
+    ASSERT_CUDA(cudaEventSynchronize(made));
+    ASSERT_CUDA(Launch(Copy, user, buffer, copy, 10));
+    ASSERT_CUDA(cudaStreamSynchronize(user));
+    ASSERT_EQ(Read(copy, 10), std::vector<int>(10, 7)) << "seed " << seed;
+  }
+}
+
 TEST_F(RuntimeTest, ADestroyedEventStillHoldsUpWhoWaits) {
   for (uint64_t seed = 1; seed <= 10; ++seed) {
     UseLazy(seed);
