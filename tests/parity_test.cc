@@ -85,7 +85,8 @@ TrainerOptions OptionsOf(const Variant& v, const std::string& run_dir) {
 Workload WorkloadOf(const Variant& v) {
   Workload workload;
   workload.make_model = [v](Device& device) -> absl::StatusOr<std::unique_ptr<Model>> {
-    return std::make_unique<Gpt2>(kModel, v.recompute, device);
+    return std::make_unique<Gpt2>(kModel, v.recompute, device, v.engine.param_dtype,
+                                  v.engine.reduce_dtype);
   };
   OptimizerConfig config{.name = v.optimizer};
   config.adamw.lr = v.optimizer == "adamw" ? 6e-4 : 3e-3;
@@ -142,6 +143,14 @@ RunResult TrainOnce(const Variant& v) {
   return run;
 }
 
+constexpr DType kBF16 = DType::kBFloat16;
+
+// What travels is bfloat16.
+constexpr EngineOptions kShortWires = {.clip = 1.0, .param_dtype = kBF16, .reduce_dtype = kBF16};
+// So is all that is stored of parameters and gradients.
+constexpr EngineOptions kShortShards = {
+    .clip = 1.0, .master_dtype = kBF16, .param_dtype = kBF16, .reduce_dtype = kBF16};
+
 double LargestRelativeDifference(const std::vector<double>& a, const std::vector<double>& b) {
   EXPECT_EQ(a.size(), b.size());
   double largest = 0;
@@ -182,6 +191,49 @@ TEST_P(Parity, TwoRunsAlikeAreBitIdentical) {
     EXPECT_EQ(first.weights, second.weights);
     EXPECT_EQ(first.val_losses.size(), 4u);  // after 6, 12, 18 and 20
   }
+}
+
+TEST_P(Parity, InBFloat16LossesAtManyRanksAreNearThoseAt1AndOfFloat32) {
+  const RunResult exact = TrainOnce({.optimizer = GetParam()});
+  for (const EngineOptions& engine : {kShortWires, kShortShards}) {
+    const RunResult one = TrainOnce({.optimizer = GetParam(), .engine = engine});
+    EXPECT_NE(one.losses, exact.losses);
+    EXPECT_LT(LargestRelativeDifference(one.losses, exact.losses), 0.02);
+    for (const int ranks : {2, 3, 12}) {
+      const RunResult many = TrainOnce(
+          {.optimizer = GetParam(), .ranks = ranks, .batch = 12 / ranks, .engine = engine});
+      EXPECT_LT(LargestRelativeDifference(many.losses, one.losses), 0.02) << ranks;
+      EXPECT_LT(LargestRelativeDifference(many.val_losses, one.val_losses), 0.02) << ranks;
+    }
+  }
+}
+
+TEST_P(Parity, InBFloat16TwoRunsAlikeAreBitIdenticalWhateverTheSchedule) {
+  for (const EngineOptions& engine : {kShortWires, kShortShards}) {
+    const Variant base = {
+        .optimizer = GetParam(), .ranks = 3, .batch = 4, .steps = 6, .engine = engine};
+    const RunResult expected = TrainOnce(base);
+    std::vector<Variant> variants(4, base);
+    variants[1].engine.prefetch = 0;
+    variants[2].engine.reshard_after_forward = false;
+    variants[3].threads = 2;
+    for (const Variant& variant : variants) {
+      const RunResult run = TrainOnce(variant);
+      EXPECT_EQ(run.losses, expected.losses);
+      EXPECT_EQ(run.weights, expected.weights);
+    }
+  }
+}
+
+TEST_P(Parity, WeightsAreSavedExactlyAsTheMasterHasThem) {
+  const auto in_bfloat16 = [](const RunResult& run) {
+    return std::all_of(run.weights.begin(), run.weights.end(),
+                       [](float w) { return static_cast<float>(BFloat16(w)) == w; });
+  };
+  EXPECT_TRUE(in_bfloat16(TrainOnce(
+      {.optimizer = GetParam(), .ranks = 2, .batch = 2, .steps = 2, .engine = kShortShards})));
+  EXPECT_FALSE(in_bfloat16(TrainOnce(
+      {.optimizer = GetParam(), .ranks = 2, .batch = 2, .steps = 2, .engine = kShortWires})));
 }
 
 TEST_P(Parity, SchedulingOptionsDoNotChangeASingleBit) {
@@ -277,9 +329,25 @@ TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
   }
 }
 
+TEST_P(Parity, SummaryHoldsHalfTheBytesForWhatTravelsInBFloat16) {
+  Variant variant = {.optimizer = GetParam(), .ranks = 3, .batch = 2, .steps = 3};
+  const json full = TrainOnce(variant).summary["bytes_per_step"];
+  variant.engine = kShortWires;
+  const json half = TrainOnce(variant).summary["bytes_per_step"];
+  // Means over ranks and steps are rounded to bytes.
+  EXPECT_NEAR(half["parameter"].get<double>(), full["parameter"].get<double>() / 2, 1);
+  EXPECT_NEAR(half["gradient"].get<double>(), full["gradient"].get<double>() / 2, 1);
+  EXPECT_EQ(half["optimizer"], full["optimizer"]);
+}
+
 TEST_P(Parity, MeasuredPeakMemoryIsThePredicted) {
-  for (const int ranks : {1, 4}) {
-    const Variant variant = {.optimizer = GetParam(), .ranks = ranks, .batch = 3, .steps = 2};
+  for (const EngineOptions& engine :
+       {EngineOptions{.clip = 1.0}, kShortWires, kShortShards,
+        EngineOptions{.clip = 1.0, .param_dtype = kBF16},
+        EngineOptions{.sync_every_micro_batch = false, .reduce_dtype = kBF16}}) {
+    const int ranks = engine.param_dtype == kBF16 ? 3 : 4;
+    const Variant variant = {
+        .optimizer = GetParam(), .ranks = ranks, .batch = 3, .steps = 2, .engine = engine};
     const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
     MemoryUse fullest;
     for (const MemoryUse& rank : plan) {
@@ -345,6 +413,22 @@ TEST_P(Parity, DiagnosticsCostMemoryAsPredictedAndChangeNothing) {
       }
     }
   }
+}
+
+TEST_P(Parity, DiagnosticsMeasureABFloat16MasterToo) {
+  const Variant variant = {.optimizer = GetParam(),
+                           .ranks = 2,
+                           .batch = 2,
+                           .steps = 2,
+                           .engine = kShortShards,
+                           .diagnostics_every = 2};
+  const RunResult run = TrainOnce(variant);
+  for (const char* group : {"matrices", "embeddings"}) {
+    EXPECT_GT(run.diagnostics.at(2)["update_rms"][group].get<double>(), 0) << group;
+  }
+  // Beside the momenta: a copy of the shards of half the length.
+  const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
+  EXPECT_EQ(run.summary["peak_memory_bytes"]["diagnostics"], plan[0][MemoryPurpose::kDiagnostics]);
 }
 
 TEST(Stop, ARaisedFlagEndsTheRunWithItsFilesWhole) {
