@@ -29,6 +29,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "collectives/dtype.h"
+#include "collectives/free_port.h"
 #include "collectives/ledger.h"
 #include "collectives/process_group.h"
 #include "collectives/steady_clock.h"
@@ -49,7 +50,28 @@ struct Backend {
   const char* name;
   absl::StatusOr<Groups> (*create)(int world_size, const ProcessGroupOptions& options);
 };
-constexpr Backend kBackends[] = {{"Threads", &CreateThreadRanks}};
+
+// Ranks as processes would be, but in threads: each has its own connection.
+absl::StatusOr<Groups> CreateTcpRanks(int world_size, const ProcessGroupOptions& options) {
+  const int port = FreePort();
+  std::vector<absl::StatusOr<std::unique_ptr<ProcessGroup>>> ranks(world_size);
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world_size; ++r) {
+    threads.emplace_back([&, r] {
+      ranks[r] = CreateTcpRank(
+          {.rank = r, .world_size = world_size, .address = "127.0.0.1", .port = port}, options);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  Groups groups;
+  for (auto& rank : ranks) {
+    if (!rank.ok()) return rank.status();
+    groups.push_back(*std::move(rank));
+  }
+  return groups;
+}
+
+constexpr Backend kBackends[] = {{"Threads", &CreateThreadRanks}, {"Tcp", &CreateTcpRanks}};
 
 // Ends a test that would otherwise hang with a failure.
 constexpr absl::Duration kPatience = absl::Seconds(60);

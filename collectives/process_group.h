@@ -13,6 +13,7 @@
 #include "absl/time/time.h"
 #include "absl/types/span.h"
 #include "collectives/communicator.h"
+#include "collectives/launch.h"
 #include "collectives/ledger.h"
 #include "collectives/link.h"
 
@@ -21,6 +22,8 @@ namespace dim0 {
 struct ProcessGroupOptions {
   // How long a rank waits in one collective for the others. absl::InfiniteDuration() waits forever.
   absl::Duration timeout = absl::Minutes(10);
+  // How long ranks in different processes wait for all to be started.
+  absl::Duration start_timeout = absl::Minutes(10);
   // What ranks in one process pretend to be connected by; none: collectives are as fast as memory.
   std::optional<LinkSpeed> link;
 };
@@ -69,6 +72,16 @@ class ProcessGroup {
 // runs the threads. Errors: InvalidArgument for world_size < 1 or a timeout that is not positive.
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateThreadRanks(
     int world_size, const ProcessGroupOptions& options);
+
+// One rank of a job whose ranks are processes, on one machine or several, with host memory and for
+// small exchanges: everything passes through rank 0, which listens at launch.address and
+// launch.port. Blocks until all ranks have come. Process groups and their communicators use one
+// connection; a process that ends without a word has left.
+// Errors: InvalidArgument, for options out of range, a link, an address that cannot be found, or
+// ranks that were started with contradictory options; Unavailable, if rank 0 cannot listen;
+// DeadlineExceeded, naming the missing ranks.
+absl::StatusOr<std::unique_ptr<ProcessGroup>> CreateTcpRank(const Launch& launch,
+                                                            const ProcessGroupOptions& options);
 
 // The ranks of this process, of a job whose ranks have a GPU each: hosts[i] becomes a rank on CUDA
 // device devices[i]. The hosts are some or all ranks of one group, which carries host channels and

@@ -84,31 +84,42 @@ class OptimizerKernels {
                            const Tensor& update, float step, float decay,
                            const float* gradient_scale) = 0;
 
-  // What follows is what Newton-Schulz is made of.
+  // What follows is what Newton-Schulz is made of. Each tensor is `batch` matrices of one shape,
+  // one below the other, for each of which the formula holds.
 
-  // The type that it runs in here: of the operands of the matrix products, all three alike, which
-  // sum in float32.
+  // The type that it runs in here: of the operands of the matrix products, all of them alike, which
+  // sum in float32. It may be float16, too, which then is one of "any type" below.
   virtual DType matrix_dtype() const = 0;
+
+  // So many elements of matrices of one shape keep the device busy; with more at once it is no
+  // faster.
+  virtual int64_t matrix_elements_at_once() const = 0;
 
   // out = length x / ||x||_F, the norm in float64; a zero matrix stays zero. Each of any type;
   // `out` may be `x`.
-  virtual void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) = 0;
+  virtual void Normalize(Stream& stream, int64_t batch, const Tensor& x, double length,
+                         const Tensor& out) = 0;
 
-  // c [s, s] = alpha op(x) op(x)^T + beta c, with op the transpose if `transposed`.
-  virtual void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed,
-                                float beta, const Tensor& c) = 0;
+  // c [s, s] = alpha op(x) op(x)^T + beta added, with op the transpose if `transposed`. Here and
+  // below, `added` has the shape of c and may be c or a factor, but c is no factor; with beta 0,
+  // `added` is not read.
+  virtual void SymmetricProduct(Stream& stream, int64_t batch, float alpha, const Tensor& x,
+                                bool transposed, float beta, const Tensor& added,
+                                const Tensor& c) = 0;
 
-  // c [s, s] = alpha a b + beta c, where c and the product a b are symmetric: a and b commute, as
-  // polynomials of one symmetric matrix do. Only one triangle is computed.
-  virtual void SymmetricMatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b,
-                               float beta, const Tensor& c) = 0;
+  // c [s, s] = alpha a b + beta added, where `added` and the product a b are symmetric: a and b
+  // commute, as polynomials of one symmetric matrix do. One triangle is enough.
+  virtual void SymmetricMatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a,
+                               const Tensor& b, float beta, const Tensor& added,
+                               const Tensor& c) = 0;
 
-  // c = alpha op(a) op(b) + beta c, op the transpose where asked for.
-  virtual void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a,
-                      const Tensor& b, bool transpose_b, float beta, const Tensor& c) = 0;
+  // c = alpha op(a) op(b) + beta added, op the transpose where asked for.
+  virtual void MatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, bool transpose_a,
+                      const Tensor& b, bool transpose_b, float beta, const Tensor& added,
+                      const Tensor& c) = 0;
 
   // c [s, s] <- c + value I; of matrix_dtype().
-  virtual void AddToDiagonal(Stream& stream, const Tensor& c, float value) = 0;
+  virtual void AddToDiagonal(Stream& stream, int64_t batch, const Tensor& c, float value) = 0;
 
   // Same size; each of any type.
   virtual void Copy(Stream& stream, const Tensor& source, const Tensor& target) = 0;

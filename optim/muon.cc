@@ -95,7 +95,7 @@ absl::Status Muon::Plan(const ParameterTable& table, absl::Span<const int> ids,
                    [&](int a, int b) { return position[table[a].unit] < position[table[b].unit]; });
 
   DIM0_RETURN_IF_ERROR(MakeBlocks(table, ordered, resources));
-  MakeBatches(table, position);
+  MakeGroups(table, position);
   DIM0_RETURN_IF_ERROR(Allocate(resources));
   if (resources.allocator->plan_only()) return absl::OkStatus();
   DIM0_ASSIGN_OR_RETURN(gather_channel_, group_.Open("muon_gather"));
@@ -144,20 +144,18 @@ absl::Status Muon::MakeBlocks(const ParameterTable& table, absl::Span<const int>
   return absl::OkStatus();
 }
 
-void Muon::MakeBatches(const ParameterTable& table, absl::Span<const int> position) {
+void Muon::MakeGroups(const ParameterTable& table, absl::Span<const int> position) {
   // A batch gives each owner one block, in update order; where all ranks do all, it is one block.
+  std::vector<Batch> batches;
   std::vector<int> owned(group_.world_size(), 0);
   for (size_t i = 0; i < blocks_.size(); ++i) {
     const bool alone = config_.schedule == MuonSchedule::kRedundant;
     const size_t k = alone ? i : owned[blocks_[i].owner]++;
-    if (k == batches_.size()) batches_.emplace_back();
-    batches_[k].blocks.push_back(i);
-    const int unit = table[blocks_[i].id].unit;
-    batches_[k].last_unit_position = std::max(batches_[k].last_unit_position, position[unit]);
-    last_batch_[unit] = std::max<int>(last_batch_[unit], k);
+    if (k == batches.size()) batches.emplace_back();
+    batches[k].blocks.push_back(i);
   }
-  batch_done_.resize(batches_.size());
-  for (Batch& batch : batches_) {
+  int64_t elements = 0;  // of the last group's largest blocks: the same on all ranks
+  for (Batch& batch : batches) {
     batch.unit = blocks_[batch.blocks.front()].unit;
     for (const int i : batch.blocks) {
       if (blocks_[i].unit != batch.unit) batch.unit.clear();
@@ -165,27 +163,75 @@ void Muon::MakeBatches(const ParameterTable& table, absl::Span<const int> positi
     batch.name = absl::StrJoin(batch.blocks, ", ", [this](std::string* out, int i) {
       absl::StrAppend(out, blocks_[i].name);
     });
+
+    int64_t largest = 0;
+    for (const int i : batch.blocks) largest = std::max(largest, blocks_[i].size());
+    elements += largest;
+    if (groups_.empty() || elements > kernels_->matrix_elements_at_once()) {
+      groups_.emplace_back();
+      elements = largest;
+    }
+    for (const int i : batch.blocks) {
+      const int unit = table[blocks_[i].id].unit;
+      groups_.back().last_unit_position =
+          std::max(groups_.back().last_unit_position, position[unit]);
+      last_group_[unit] = static_cast<int>(groups_.size()) - 1;
+    }
+    groups_.back().batches.push_back(std::move(batch));
   }
+  for (Group& group : groups_) group.stacks = MakeStacks(group.batches);
+  group_done_.resize(groups_.size());
+}
+
+std::vector<Muon::Stack> Muon::MakeStacks(absl::Span<const Batch> batches) const {
+  std::vector<Stack> stacks;
+  for (const Batch& batch : batches) {
+    for (const int i : batch.blocks) {
+      const Block& block = blocks_[i];
+      if (!Orthogonalizes(block)) continue;
+      auto stack = std::find_if(stacks.begin(), stacks.end(), [&](const Stack& other) {
+        return other.whole.cols == block.cols &&
+               blocks_[other.blocks.front()].rows.size() == block.rows.size();
+      });
+      if (stack == stacks.end()) {
+        stack =
+            stacks.insert(stack, {.blocks = {}, .whole = {nullptr, config_.wire, 0, block.cols}});
+      }
+      stack->blocks.push_back(i);
+      stack->whole.rows += block.rows.size();
+    }
+  }
+  return stacks;
 }
 
 absl::Status Muon::Allocate(const OptimizerResources& resources) {
-  const int64_t wire = SizeOf(config_.wire);
-  // Blocks start on cache lines.
+  // Stacks, and blocks that are in none, start on cache lines.
   const auto aligned = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
-  int64_t rows_bytes = 0, whole_bytes = 0, workspace = 0;
-  for (const Batch& batch : batches_) {
+  const auto block_bytes = [&](const Block& block) {
+    return aligned(block.size() * SizeOf(config_.wire));
+  };
+  const auto rows_bytes = [&](const Block& block) {
+    return aligned(block.momentum.size() * SizeOf(config_.wire));
+  };
+  int64_t most_rows = 0, most_whole = 0, workspace = 0;
+  for (const Group& group : groups_) {
     int64_t rows = 0, whole = 0;
-    for (const int i : batch.blocks) {
-      if (Receives(blocks_[i])) {
-        whole += aligned(blocks_[i].size() * wire);
-      } else {
-        rows += aligned(blocks_[i].momentum.size() * wire);
+    for (const Batch& batch : group.batches) {
+      for (const int i : batch.blocks) {
+        if (!Receives(blocks_[i])) {
+          rows += rows_bytes(blocks_[i]);
+        } else if (!Orthogonalizes(blocks_[i])) {
+          whole += block_bytes(blocks_[i]);
+        }
       }
-      if (!Orthogonalizes(blocks_[i])) continue;
-      workspace = std::max(workspace, blocks_[i].newton_schulz.workspace());
     }
-    rows_bytes = std::max(rows_bytes, rows);
-    whole_bytes = std::max(whole_bytes, whole);
+    for (const Stack& stack : group.stacks) {
+      whole += aligned(stack.whole.bytes());
+      const int64_t matrix = blocks_[stack.blocks.front()].newton_schulz.workspace();
+      workspace = std::max(workspace, static_cast<int64_t>(stack.blocks.size()) * matrix);
+    }
+    most_rows = std::max(most_rows, rows);
+    most_whole = std::max(most_whole, whole);
   }
   const auto allocate = [&](int64_t bytes, Buffer& buffer) -> absl::Status {
     DIM0_ASSIGN_OR_RETURN(buffer,
@@ -193,30 +239,46 @@ absl::Status Muon::Allocate(const OptimizerResources& resources) {
     return absl::OkStatus();
   };
   for (Slot& slot : slots_) {
-    DIM0_RETURN_IF_ERROR(allocate(rows_bytes, slot.rows));
-    DIM0_RETURN_IF_ERROR(allocate(whole_bytes, slot.whole));
+    DIM0_RETURN_IF_ERROR(allocate(most_rows, slot.rows));
+    DIM0_RETURN_IF_ERROR(allocate(most_whole, slot.whole));
   }
   DIM0_RETURN_IF_ERROR(allocate(workspace * SizeOf(kernels_->matrix_dtype()), workspace_));
   if (resources.allocator->plan_only()) return absl::OkStatus();
 
-  for (size_t k = 0; k < batches_.size(); ++k) {
+  for (size_t k = 0; k < groups_.size(); ++k) {
+    Group& group = groups_[k];
     const Slot& slot = slots_[k % slots_.size()];
     auto* rows = static_cast<char*>(slot.rows.data());
     auto* whole = static_cast<char*>(slot.whole.data());
-    for (const int i : batches_[k].blocks) {
-      const Block& block = blocks_[i];
-      Placed placed = {.block = &block,
-                       .local = {rows, config_.wire, block.momentum.rows, block.cols},
-                       .whole = {nullptr, config_.wire, 0, block.cols}};
-      if (Receives(block)) {
-        placed.whole = {whole, config_.wire, block.rows.size(), block.cols};
-        const RowRange& local = block.rows_of_rank[resources.rank];
-        placed.local = Rows(placed.whole, local.begin - block.rows.begin, local.size());
-        whole += aligned(placed.whole.bytes());
-      } else {
-        rows += aligned(placed.local.bytes());
+    std::map<int, void*> stacked;  // by block
+    for (Stack& stack : group.stacks) {
+      stack.whole.data = whole;
+      whole += aligned(stack.whole.bytes());
+      const int64_t block_size = stack.whole.size() / static_cast<int64_t>(stack.blocks.size());
+      for (size_t i = 0; i < stack.blocks.size(); ++i) {
+        stacked[stack.blocks[i]] = stack.whole.at(static_cast<int64_t>(i) * block_size);
       }
-      batches_[k].placed.push_back(placed);
+    }
+    for (Batch& batch : group.batches) {
+      for (const int i : batch.blocks) {
+        const Block& block = blocks_[i];
+        Placed placed = {.block = &block,
+                         .local = {rows, config_.wire, block.momentum.rows, block.cols},
+                         .whole = {nullptr, config_.wire, 0, block.cols}};
+        if (Receives(block)) {
+          placed.whole = {whole, config_.wire, block.rows.size(), block.cols};
+          if (Orthogonalizes(block)) {
+            placed.whole.data = stacked[i];
+          } else {
+            whole += block_bytes(block);
+          }
+          const RowRange& local = block.rows_of_rank[resources.rank];
+          placed.local = Rows(placed.whole, local.begin - block.rows.begin, local.size());
+        } else {
+          rows += rows_bytes(block);
+        }
+        batch.placed.push_back(placed);
+      }
     }
   }
   return absl::OkStatus();
@@ -231,58 +293,74 @@ absl::Status Muon::Update(const Unit& unit, const StepParams& params, const Even
   for (const ParameterShard& shard : unit.parameters) shards_[shard.id] = shard;
 
   gather_->Wait(ready);
-  while (batches_launched_ < batches_.size() &&
-         batches_[batches_launched_].last_unit_position <= units_arrived_) {
-    RunBatch(batches_[batches_launched_], slots_[batches_launched_ % slots_.size()], params);
-    batch_done_[batches_launched_++] = scatter_->Record();
+  while (groups_launched_ < groups_.size() &&
+         groups_[groups_launched_].last_unit_position <= units_arrived_) {
+    RunGroup(groups_[groups_launched_], slots_[groups_launched_ % slots_.size()], params);
+    group_done_[groups_launched_++] = scatter_->Record();
   }
   if (++units_arrived_ < static_cast<int>(update_order_.size())) return absl::OkStatus();
 
-  for (const auto& [unit_index, batch] : last_batch_) updated_[unit_index] = batch_done_[batch];
+  for (const auto& [unit_index, group] : last_group_) updated_[unit_index] = group_done_[group];
   units_arrived_ = 0;
-  batches_launched_ = 0;
+  groups_launched_ = 0;
   return absl::OkStatus();
 }
 
-void Muon::RunBatch(const Batch& batch, Slot& slot, const StepParams& params) {
-  const RecordedUnit recorded(device_.recorder(), batch.unit, Phase::kUpdate);
+void Muon::RunGroup(const Group& group, Slot& slot, const StepParams& params) {
   gather_->Wait(slot.free);
+  for (const Batch& batch : group.batches) {
+    const RecordedUnit recorded(device_.recorder(), batch.unit, Phase::kUpdate);
+    EnqueueMomentum(batch, params);
+    EnqueueGather(batch);
+  }
+  newton_schulz_->Wait(gather_->Record());
+  for (const Stack& stack : group.stacks) EnqueueStack(stack);
+  scatter_->Wait(newton_schulz_->Record());
+  for (const Batch& batch : group.batches) {
+    const RecordedUnit recorded(device_.recorder(), batch.unit, Phase::kUpdate);
+    EnqueueScatter(batch);
+    EnqueueUpdate(batch, params);
+  }
+  slot.free = scatter_->Record();
+}
+
+void Muon::EnqueueMomentum(const Batch& batch, const StepParams& params) {
   for (const Placed& placed : batch.placed) {
     const Block& block = *placed.block;
-    const RecordedUnit recorded_block(device_.recorder(), block.unit, Phase::kUpdate);
+    const RecordedUnit recorded(device_.recorder(), block.unit, Phase::kUpdate);
     kernels_->Momentum(*gather_,
                        Rows(shards_[block.id].gradient, block.offset, block.momentum.rows),
                        block.momentum, static_cast<float>(config_.momentum), config_.nesterov,
                        params.gradient_scale, placed.local);
   }
-  EnqueueGather(batch);
+}
 
-  newton_schulz_->Wait(gather_->Record());
-  for (const Placed& placed : batch.placed) {
-    if (!Orthogonalizes(*placed.block)) continue;
-    const RecordedUnit recorded_block(device_.recorder(), placed.block->unit, Phase::kUpdate);
-    const NewtonSchulz& newton_schulz = placed.block->newton_schulz;
-    const Event start = newton_schulz_->Record();
-    newton_schulz.Enqueue(*kernels_, *newton_schulz_, placed.whole, placed.whole,
-                          workspace_.data());
-    times_.emplace_back(start, newton_schulz_->Record());
-    ++work_.calls;
-    work_.flops += newton_schulz.flops();
+void Muon::EnqueueStack(const Stack& stack) {
+  const Block& first = blocks_[stack.blocks.front()];
+  std::string unit = first.unit;
+  for (const int i : stack.blocks) {
+    if (blocks_[i].unit != unit) unit.clear();
   }
+  const RecordedUnit recorded(device_.recorder(), unit, Phase::kUpdate);
+  const Event start = newton_schulz_->Record();
+  first.newton_schulz.Enqueue(*kernels_, *newton_schulz_, stack.whole, stack.whole,
+                              workspace_.data());
+  times_.emplace_back(start, newton_schulz_->Record());
+  work_.calls += static_cast<int64_t>(stack.blocks.size());
+  work_.flops += static_cast<double>(stack.blocks.size()) * first.newton_schulz.flops();
+}
 
-  scatter_->Wait(newton_schulz_->Record());
-  EnqueueScatter(batch);
+void Muon::EnqueueUpdate(const Batch& batch, const StepParams& params) {
   const double lr = config_.lr * params.lr_scale;
   for (const Placed& placed : batch.placed) {
     const Block& block = *placed.block;
-    const RecordedUnit recorded_block(device_.recorder(), block.unit, Phase::kUpdate);
+    const RecordedUnit recorded(device_.recorder(), block.unit, Phase::kUpdate);
     const ParameterShard& shard = shards_[block.id];
     kernels_->ApplyUpdate(*scatter_, Rows(shard.value, block.offset, block.momentum.rows),
                           CopyRows(shard, block.offset, block.momentum.rows), placed.local,
                           static_cast<float>(lr * block.scale),
                           static_cast<float>(lr * config_.weight_decay), params.gradient_scale);
   }
-  slot.free = scatter_->Record();
 }
 
 // The batch's momentum, from the ranks that store its rows to those that get it whole.

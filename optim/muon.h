@@ -102,18 +102,32 @@ class Muon : public Optimizer {
     Tensor whole;  // empty on ranks that do not get it
   };
 
+  // What is gathered, and scattered, at once.
   struct Batch {
-    std::vector<int> blocks;     // indices into blocks_
-    int last_unit_position = 0;  // in the update order: by then all gradients have come
+    std::vector<int> blocks;  // indices into blocks_
     std::vector<Placed> placed;
     std::string name;
     std::string unit;  // of its blocks; empty if they are of several
   };
 
+  // Blocks of one shape that this rank orthogonalises at once, one below the other in memory.
+  struct Stack {
+    std::vector<int> blocks;  // indices into blocks_
+    Tensor whole;
+  };
+
+  // Batches one after another, so many that Newton-Schulz keeps the device busy: one, where a
+  // matrix does.
+  struct Group {
+    std::vector<Batch> batches;
+    std::vector<Stack> stacks;
+    int last_unit_position = 0;  // in the update order: by then all gradients have come
+  };
+
   struct Slot {
     Buffer rows;   // local rows of blocks that do not come here whole
     Buffer whole;  // blocks that do
-    Event free;    // the batch before last has left the buffers
+    Event free;    // the group before last has left the buffers
   };
 
   bool Receives(const Block& block) const;
@@ -122,12 +136,16 @@ class Muon : public Optimizer {
   // when.
   absl::Status MakeBlocks(const ParameterTable& table, absl::Span<const int> ids,
                           const OptimizerResources& resources);
-  void MakeBatches(const ParameterTable& table, absl::Span<const int> position);
+  void MakeGroups(const ParameterTable& table, absl::Span<const int> position);
+  std::vector<Stack> MakeStacks(absl::Span<const Batch> batches) const;
   absl::Status Allocate(const OptimizerResources& resources);
 
-  void RunBatch(const Batch& batch, Slot& slot, const StepParams& params);
+  void RunGroup(const Group& group, Slot& slot, const StepParams& params);
+  void EnqueueMomentum(const Batch& batch, const StepParams& params);
   void EnqueueGather(const Batch& batch);
+  void EnqueueStack(const Stack& stack);
   void EnqueueScatter(const Batch& batch);
+  void EnqueueUpdate(const Batch& batch, const StepParams& params);
   // Each rank's rows in `placed.whole`.
   std::vector<Segment> Segments(const Placed& placed) const;
   // Adds finished Newton-Schulz runs to work_; waits for those that are not.
@@ -140,8 +158,8 @@ class Muon : public Optimizer {
 
   std::map<int, Tensor> momentum_;  // by parameter
   std::vector<Block> blocks_;       // in update order
-  std::vector<Batch> batches_;
-  std::map<int, int> last_batch_;  // by unit: the batch after which all its matrices are new
+  std::vector<Group> groups_;
+  std::map<int, int> last_group_;  // by unit: the group after which all its matrices are new
   std::vector<int> update_order_;
   Buffer state_;
   std::array<Slot, 2> slots_;
@@ -150,8 +168,8 @@ class Muon : public Optimizer {
   // The step in progress.
   std::map<int, ParameterShard> shards_;  // by parameter
   int units_arrived_ = 0;
-  size_t batches_launched_ = 0;
-  std::vector<Event> batch_done_;
+  size_t groups_launched_ = 0;
+  std::vector<Event> group_done_;
   std::map<int, Event> updated_;  // by unit
 
   NewtonSchulzWork work_;

@@ -53,7 +53,8 @@ class Probe : public OptimizerKernels {
     Count(stream, &Counts::apply);
   }
   DType matrix_dtype() const override { return DType::kFloat32; }
-  void Normalize(Stream& stream, const Tensor&, double, const Tensor&) override {
+  int64_t matrix_elements_at_once() const override { return 0; }
+  void Normalize(Stream& stream, int64_t, const Tensor&, double, const Tensor&) override {
     const int before = normalized_++;
     Count(stream, &Counts::normalize);
     stream.Enqueue({.name = "wait"}, [this, before](const OpContext&) {
@@ -65,12 +66,13 @@ class Probe : public OptimizerKernels {
   void Rmnp(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpRowSquares(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpApply(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
-  void SymmetricProduct(Stream&, float, const Tensor&, bool, float, const Tensor&) override {}
-  void SymmetricMatMul(Stream&, float, const Tensor&, const Tensor&, float,
+  void SymmetricProduct(Stream&, int64_t, float, const Tensor&, bool, float, const Tensor&,
+                        const Tensor&) override {}
+  void SymmetricMatMul(Stream&, int64_t, float, const Tensor&, const Tensor&, float, const Tensor&,
                        const Tensor&) override {}
-  void MatMul(Stream&, float, const Tensor&, bool, const Tensor&, bool, float,
-              const Tensor&) override {}
-  void AddToDiagonal(Stream&, const Tensor&, float) override {}
+  void MatMul(Stream&, int64_t, float, const Tensor&, bool, const Tensor&, bool, float,
+              const Tensor&, const Tensor&) override {}
+  void AddToDiagonal(Stream&, int64_t, const Tensor&, float) override {}
   void Copy(Stream&, const Tensor&, const Tensor&) override {}
 
  private:

@@ -116,53 +116,49 @@ int64_t NewtonSchulz::workspace() const { return 2 * s_ * l_ + (gram() ? 5 : 2) 
 
 void NewtonSchulz::Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in,
                            const Tensor& out, void* workspace) const {
-  DIM0_CHECK(in.rows == m_ && in.cols == n_ && out.rows == m_ && out.cols == n_);
-  const Tensor memory = {workspace, kernels.matrix_dtype(), this->workspace()};
-  kernels.Normalize(stream, in, StartLength(coefficients_), Part(memory, 0, m_, n_));
+  const int64_t batch = in.rows / m_;
+  DIM0_CHECK(in.rows == batch * m_ && in.cols == n_ && out.rows == in.rows && out.cols == n_);
+  const Tensor memory = {workspace, kernels.matrix_dtype(), batch * this->workspace()};
+  kernels.Normalize(stream, batch, in, StartLength(coefficients_), Part(memory, 0, in.rows, n_));
   if (gram()) {
-    EnqueueGram(kernels, stream, out, memory);
+    EnqueueGram(kernels, stream, batch, out, memory);
   } else {
-    EnqueueDirect(kernels, stream, out, memory);
+    EnqueueDirect(kernels, stream, batch, out, memory);
   }
 }
 
-void NewtonSchulz::EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                                 const Tensor& workspace) const {
+void NewtonSchulz::EnqueueDirect(OptimizerKernels& kernels, Stream& stream, int64_t batch,
+                                 const Tensor& out, const Tensor& workspace) const {
   const bool tall = m_ > n_;
-  Tensor x = Part(workspace, 0, m_, n_);
-  Tensor next = Part(workspace, x.size(), m_, n_);
-  const Tensor gram = Part(workspace, 2 * x.size(), s_, s_);
-  const Tensor polynomial = Part(workspace, 2 * x.size() + gram.size(), s_, s_);
-  const bool standard = algorithm_ == NewtonSchulzAlgorithm::kStandard;
+  Tensor x = Part(workspace, 0, batch * m_, n_);
+  Tensor next = Part(workspace, x.size(), batch * m_, n_);
+  const Tensor gram = Part(workspace, 2 * x.size(), batch * s_, s_);
+  const Tensor polynomial = Part(workspace, 2 * x.size() + gram.size(), batch * s_, s_);
 
   for (const NewtonSchulzStep& step : Steps(coefficients_)) {
-    if (standard) {
-      kernels.MatMul(stream, 1, x, tall, x, !tall, 0, gram);
-    } else {
-      kernels.SymmetricProduct(stream, 1, x, tall, 0, gram);
-    }
     // a I + b A + c A A, so that one product more makes the next X.
-    kernels.Copy(stream, gram, polynomial);
-    if (standard) {
-      kernels.MatMul(stream, step.c, gram, false, gram, false, step.b, polynomial);
+    if (algorithm_ == NewtonSchulzAlgorithm::kStandard) {
+      kernels.MatMul(stream, batch, 1, x, tall, x, !tall, 0, gram, gram);
+      kernels.MatMul(stream, batch, step.c, gram, false, gram, false, step.b, gram, polynomial);
     } else {
-      kernels.SymmetricProduct(stream, step.c, gram, false, step.b, polynomial);
+      kernels.SymmetricProduct(stream, batch, 1, x, tall, 0, gram, gram);
+      kernels.SymmetricProduct(stream, batch, step.c, gram, false, step.b, gram, polynomial);
     }
-    kernels.AddToDiagonal(stream, polynomial, step.a);
-    Apply(kernels, stream, polynomial, x, next);
+    kernels.AddToDiagonal(stream, batch, polynomial, step.a);
+    Apply(kernels, stream, batch, polynomial, x, next);
     std::swap(x, next);
   }
   kernels.Copy(stream, x, out);
 }
 
-void NewtonSchulz::EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
-                               const Tensor& workspace) const {
+void NewtonSchulz::EnqueueGram(OptimizerKernels& kernels, Stream& stream, int64_t batch,
+                               const Tensor& out, const Tensor& workspace) const {
   const bool tall = m_ > n_;
-  Tensor x = Part(workspace, 0, m_, n_);
-  Tensor next = Part(workspace, x.size(), m_, n_);
+  Tensor x = Part(workspace, 0, batch * m_, n_);
+  Tensor next = Part(workspace, x.size(), batch * m_, n_);
   int64_t taken = 2 * x.size();
   const auto take = [&] {
-    const Tensor square = Part(workspace, taken, s_, s_);
+    const Tensor square = Part(workspace, taken, batch * s_, s_);
     taken += square.size();
     return square;
   };
@@ -170,46 +166,42 @@ void NewtonSchulz::EnqueueGram(OptimizerKernels& kernels, Stream& stream, const 
   Tensor r = take(), z = take(), q = take(), t = take(), spare = take();
 
   const absl::Span<const NewtonSchulzStep> steps = Steps(coefficients_);
-  kernels.SymmetricProduct(stream, 1, x, tall, 0, r);
+  kernels.SymmetricProduct(stream, batch, 1, x, tall, 0, r, r);
   bool fresh = true;  // Q is the identity and not in memory
   for (int i = 0; i < static_cast<int>(steps.size()); ++i) {
     const auto& [a, b, c] = steps[i];
     if (restarts_before(i)) {
-      Apply(kernels, stream, q, x, next);
+      Apply(kernels, stream, batch, q, x, next);
       std::swap(x, next);
-      kernels.SymmetricProduct(stream, 1, x, tall, 0, r);
+      kernels.SymmetricProduct(stream, batch, 1, x, tall, 0, r, r);
       fresh = true;
     }
     // Z = b R + c R R: the step multiplies X by a I + Z.
-    kernels.Copy(stream, r, z);
-    kernels.SymmetricProduct(stream, c, r, false, b, z);
+    kernels.SymmetricProduct(stream, batch, c, r, false, b, r, z);
     if (fresh) {
       kernels.Copy(stream, z, q);
-      kernels.AddToDiagonal(stream, q, a);
+      kernels.AddToDiagonal(stream, batch, q, a);
       fresh = false;
     } else {
-      kernels.Copy(stream, q, spare);
-      kernels.SymmetricMatMul(stream, 1, q, z, a, spare);
+      kernels.SymmetricMatMul(stream, batch, 1, q, z, a, q, spare);
       std::swap(q, spare);
     }
     if (i + 1 == static_cast<int>(steps.size()) || restarts_before(i + 1)) continue;
     // R <- (a I + Z) R (a I + Z).
-    kernels.Copy(stream, r, t);
-    kernels.SymmetricMatMul(stream, 1, r, z, a, t);
-    kernels.Copy(stream, t, r);
-    kernels.SymmetricMatMul(stream, 1, z, t, a, r);
+    kernels.SymmetricMatMul(stream, batch, 1, r, z, a, r, t);
+    kernels.SymmetricMatMul(stream, batch, 1, z, t, a, t, r);
   }
-  Apply(kernels, stream, q, x, next);
+  Apply(kernels, stream, batch, q, x, next);
   kernels.Copy(stream, next, out);
 }
 
 // next = P X, or X P where X is tall.
-void NewtonSchulz::Apply(OptimizerKernels& kernels, Stream& stream, const Tensor& polynomial,
-                         const Tensor& x, const Tensor& next) const {
+void NewtonSchulz::Apply(OptimizerKernels& kernels, Stream& stream, int64_t batch,
+                         const Tensor& polynomial, const Tensor& x, const Tensor& next) const {
   if (m_ > n_) {
-    kernels.MatMul(stream, 1, x, false, polynomial, false, 0, next);
+    kernels.MatMul(stream, batch, 1, x, false, polynomial, false, 0, next, next);
   } else {
-    kernels.MatMul(stream, 1, polynomial, false, x, false, 0, next);
+    kernels.MatMul(stream, batch, 1, polynomial, false, x, false, 0, next, next);
   }
 }
 

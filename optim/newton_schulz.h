@@ -57,11 +57,12 @@ class NewtonSchulz {
   NewtonSchulzAlgorithm algorithm() const { return algorithm_; }
   // Symmetric products counted as one triangle, s (s + 1) k for an inner dimension k.
   double flops() const;
-  // Elements, of the kernels' matrix_dtype(), of scratch memory that Enqueue needs.
+  // Elements, of the kernels' matrix_dtype(), of scratch memory that Enqueue needs for each matrix.
   int64_t workspace() const;
 
   // out = the orthogonalised `in`, both [m, n], float32 or bfloat16; `out` may be `in`. The length
-  // of `in` does not matter; a zero matrix stays zero.
+  // of `in` does not matter; a zero matrix stays zero. Or both [k m, n], for k matrices, one below
+  // the other, each for itself but all at once.
   void Enqueue(OptimizerKernels& kernels, Stream& stream, const Tensor& in, const Tensor& out,
                void* workspace) const;
 
@@ -69,12 +70,12 @@ class NewtonSchulz {
   bool gram() const;
   bool restarts_before(int step) const;
   // X is at the start of the workspace, which the tensor is all of.
-  void EnqueueDirect(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+  void EnqueueDirect(OptimizerKernels& kernels, Stream& stream, int64_t batch, const Tensor& out,
                      const Tensor& workspace) const;
-  void EnqueueGram(OptimizerKernels& kernels, Stream& stream, const Tensor& out,
+  void EnqueueGram(OptimizerKernels& kernels, Stream& stream, int64_t batch, const Tensor& out,
                    const Tensor& workspace) const;
-  void Apply(OptimizerKernels& kernels, Stream& stream, const Tensor& polynomial, const Tensor& x,
-             const Tensor& next) const;
+  void Apply(OptimizerKernels& kernels, Stream& stream, int64_t batch, const Tensor& polynomial,
+             const Tensor& x, const Tensor& next) const;
 
   const NewtonSchulzCoefficients coefficients_;
   const int64_t m_, n_;

@@ -269,6 +269,32 @@ TEST(NewtonSchulz, TakesAndGivesBFloat16) {
   ExpectNear(result, Reference(Coefficients::kJordan, rounded, kRows, kCols), 1.0 / 512 + 1e-4);
 }
 
+TEST(NewtonSchulz, OfSeveralMatricesIsThatOfEachToTheBit) {
+  constexpr int64_t kRows = 10, kCols = 24, kBatch = 3;
+  const auto device = *CreateDevice(Backend::kCpu, 1);
+  const auto kernels = CreateOptimizerKernels(*device);
+  const auto stream = device->NewStream("s");
+  for (const Algorithm algorithm :
+       {Algorithm::kStandard, Algorithm::kSymmetric, Algorithm::kGram, Algorithm::kGramAccurate}) {
+    for (const auto& [m, n] : {std::pair{kRows, kCols}, {kCols, kRows}}) {
+      const NewtonSchulzConfig config = {Coefficients::kJordan, algorithm};
+      Floats together, expected;
+      for (int64_t i = 0; i < kBatch; ++i) {
+        const Floats matrix = Random(m * n, static_cast<int>(20 + i));
+        together.insert(together.end(), matrix.begin(), matrix.end());
+        const Floats alone = Orthogonalized(config, matrix, m, n);
+        expected.insert(expected.end(), alone.begin(), alone.end());
+      }
+      const NewtonSchulz newton_schulz(config, m, n);
+      Floats workspace(kBatch * newton_schulz.workspace());
+      const Tensor tensor = F32(together.data(), kBatch * m, n);
+      newton_schulz.Enqueue(*kernels, *stream, tensor, tensor, workspace.data());
+      ASSERT_TRUE(stream->Synchronize().ok());
+      EXPECT_EQ(together, expected);
+    }
+  }
+}
+
 double Gflops(Algorithm algorithm, int64_t m, int64_t n) {
   return NewtonSchulz({Coefficients::kJordan, algorithm}, m, n).flops() * 1e-9;
 }

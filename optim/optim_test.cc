@@ -2,6 +2,7 @@
 // program (RMNP, Muon; see tests/make_fixture.py) and themselves at other world sizes.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -11,6 +12,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "collectives/process_group.h"
@@ -30,23 +32,99 @@ struct Outcome {
   std::vector<Values> values;
   int64_t optimizer_bytes = 0;      // summed over ranks
   int64_t newton_schulz_calls = 0;  // summed over ranks
+  int64_t most_at_once = 0;         // matrices of one Newton-Schulz, if they are counted
+};
+
+// The CPU's kernels for a device that takes several matrices at once.
+class ManyAtOnce : public OptimizerKernels {
+ public:
+  ManyAtOnce(std::unique_ptr<OptimizerKernels> kernels, int64_t elements)
+      : kernels_(std::move(kernels)), elements_(elements) {}
+
+  int64_t most_at_once() const { return most_; }
+
+  void AdamW(Stream& stream, std::vector<AdamWTensor> tensors,
+             const AdamWArguments& arguments) override {
+    kernels_->AdamW(stream, std::move(tensors), arguments);
+  }
+  void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
+            const RmnpArguments& arguments) override {
+    kernels_->Rmnp(stream, std::move(matrices), arguments);
+  }
+  void RmnpRowSquares(Stream& stream, std::vector<RmnpTensor> parts,
+                      const RmnpArguments& arguments) override {
+    kernels_->RmnpRowSquares(stream, std::move(parts), arguments);
+  }
+  void RmnpApply(Stream& stream, std::vector<RmnpTensor> parts,
+                 const RmnpArguments& arguments) override {
+    kernels_->RmnpApply(stream, std::move(parts), arguments);
+  }
+  void Momentum(Stream& stream, const Tensor& gradient, const Tensor& momentum, float mu,
+                bool nesterov, const float* gradient_scale, const Tensor& out) override {
+    kernels_->Momentum(stream, gradient, momentum, mu, nesterov, gradient_scale, out);
+  }
+  void ApplyUpdate(Stream& stream, const Tensor& value, const Tensor& copy, const Tensor& update,
+                   float step, float decay, const float* gradient_scale) override {
+    kernels_->ApplyUpdate(stream, value, copy, update, step, decay, gradient_scale);
+  }
+  DType matrix_dtype() const override { return kernels_->matrix_dtype(); }
+  int64_t matrix_elements_at_once() const override { return elements_; }
+  void Normalize(Stream& stream, int64_t batch, const Tensor& x, double length,
+                 const Tensor& out) override {
+    most_ = std::max(most_, batch);
+    kernels_->Normalize(stream, batch, x, length, out);
+  }
+  void SymmetricProduct(Stream& stream, int64_t batch, float alpha, const Tensor& x,
+                        bool transposed, float beta, const Tensor& added,
+                        const Tensor& c) override {
+    kernels_->SymmetricProduct(stream, batch, alpha, x, transposed, beta, added, c);
+  }
+  void SymmetricMatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, const Tensor& b,
+                       float beta, const Tensor& added, const Tensor& c) override {
+    kernels_->SymmetricMatMul(stream, batch, alpha, a, b, beta, added, c);
+  }
+  void MatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, bool transpose_a,
+              const Tensor& b, bool transpose_b, float beta, const Tensor& added,
+              const Tensor& c) override {
+    kernels_->MatMul(stream, batch, alpha, a, transpose_a, b, transpose_b, beta, added, c);
+  }
+  void AddToDiagonal(Stream& stream, int64_t batch, const Tensor& c, float value) override {
+    kernels_->AddToDiagonal(stream, batch, c, value);
+  }
+  void Copy(Stream& stream, const Tensor& source, const Tensor& target) override {
+    kernels_->Copy(stream, source, target);
+  }
+
+ private:
+  const std::unique_ptr<OptimizerKernels> kernels_;
+  const int64_t elements_;
+  int64_t most_ = 0;
 };
 
 // Runs `steps` steps of an optimizer over `world_size` ranks. gradients(step, id) gives a whole
-// gradient; units are updated in the order of the table, or in reverse.
+// gradient; units are updated in the order of the table, or in reverse. Where `elements_at_once` is
+// not 0, the optimizer is Muon for a device that takes so many elements of matrices at once.
 Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
                      const std::vector<UnitSpec>& units, std::vector<Values> values, int steps,
                      const std::function<Values(int step, int id)>& gradients,
-                     float gradient_scale = 1, bool reverse = false, int threads_per_rank = 1) {
+                     float gradient_scale = 1, bool reverse = false, int threads_per_rank = 1,
+                     int64_t elements_at_once = 0) {
   const ParameterTable table(units);
   auto groups = *CreateThreadRanks(world_size, {.timeout = absl::Seconds(60)});
-  std::vector<int64_t> calls(world_size);
+  std::vector<int64_t> calls(world_size), most_at_once(world_size);
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < world_size; ++rank) {
     ranks.emplace_back([&, rank] {
       const auto device = *CreateDevice(Backend::kCpu, threads_per_rank);
       Allocator allocator(device.get());
-      const auto optimizer = *CreateOptimizer(config, *device, *groups[rank]);
+      std::unique_ptr<Optimizer> optimizer;
+      std::shared_ptr<ManyAtOnce> kernels;
+      if (elements_at_once == 0) {
+        optimizer = *CreateOptimizer(config, *device, *groups[rank]);
+      } else {
+        kernels = std::make_shared<ManyAtOnce>(CreateOptimizerKernels(*device), elements_at_once);
+        optimizer = std::make_unique<Muon>(config.muon, kernels, *device, *groups[rank]);
+      }
       std::vector<int> ids(table.size()), order(table.num_units());
       for (int id = 0; id < table.size(); ++id) ids[id] = id;
       for (int u = 0; u < table.num_units(); ++u) {
@@ -85,6 +163,7 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
         for (const int u : order) ASSERT_TRUE(optimizer->Updated(shards[u]).Wait().ok());
       }
       calls[rank] = optimizer->newton_schulz_work().calls;
+      if (kernels != nullptr) most_at_once[rank] = kernels->most_at_once();
       for (int id = 0; id < table.size(); ++id) {
         const int64_t begin = RowsOfRank(table[id].spec.rows, world_size, rank).begin;
         std::copy(value_shards[id].begin(), value_shards[id].end(),
@@ -97,6 +176,7 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
   for (int rank = 0; rank < world_size; ++rank) {
     outcome.optimizer_bytes += groups[rank]->ledger().bytes(Purpose::kOptimizer);
     outcome.newton_schulz_calls += calls[rank];
+    outcome.most_at_once = std::max(outcome.most_at_once, most_at_once[rank]);
   }
   return outcome;
 }
@@ -268,6 +348,45 @@ TEST(Muon, UpdateIsBitIdenticalForEveryWorldSizeAndSchedule) {
       for (const int world_size : {1, 2, 3, 4, 8}) {
         const Outcome many = RunOptimizer(config, world_size, units, initial, 3, gradient);
         EXPECT_EQ(many.values, one.values) << world_size;
+      }
+    }
+  }
+}
+
+TEST(Muon, SeveralMatricesAtOnceAreOneByOneToTheBit) {
+  // Sizes that are no multiples of a cache line, and more ranks than rows.
+  std::vector<UnitSpec> units;
+  for (int u = 0; u < 4; ++u) {
+    UnitSpec& unit = units.emplace_back();
+    unit.name = "h." + std::to_string(u);
+    unit.parameters = {{unit.name + ".qkv", 21, 7, ParameterRole::kMatrix, {}},
+                       {unit.name + ".proj", 7, 7, ParameterRole::kMatrix, {}},
+                       {unit.name + ".up", 13, 7, ParameterRole::kMatrix, {}},
+                       {unit.name + ".down", 7, 13, ParameterRole::kMatrix, {}}};
+    unit.parameters[0].fused = 3;
+  }
+  const auto initial = RandomValues(units, 1);
+  const auto gradient = [&](int step, int id) {
+    return Random(initial[id].size(), 100 * step + id);
+  };
+  for (const DType wire : kWires) {
+    for (const MuonSchedule schedule : kSchedules) {
+      OptimizerConfig config{.name = "muon", .muon = {.schedule = schedule, .wire = wire}};
+      config.muon.split = MatrixSplit::kQkv;
+      for (const int world_size : {1, 2, 3}) {
+        const auto run = [&](int64_t elements_at_once) {
+          return RunOptimizer(config, world_size, units, initial, 3, gradient, 1, false, 1,
+                              elements_at_once);
+        };
+        const Outcome alone = run(1);
+        EXPECT_EQ(alone.most_at_once, 1);
+        for (const int64_t elements : {250, 1000000}) {
+          const Outcome together = run(elements);
+          EXPECT_EQ(together.values, alone.values) << world_size;
+          EXPECT_EQ(together.newton_schulz_calls, alone.newton_schulz_calls);
+          EXPECT_EQ(together.optimizer_bytes, alone.optimizer_bytes);
+          EXPECT_GT(together.most_at_once, 1);
+        }
       }
     }
   }

@@ -15,139 +15,17 @@
 #include "absl/strings/str_cat.h"
 #include "model/gpt2.h"
 #include "nlohmann/json.hpp"
-#include "optim/factory.h"
-#include "optim/schedule.h"
 #include "runtime/dataset.h"
 #include "runtime/safetensors.h"
 #include "runtime/trainer.h"
 #include "spdlog/spdlog.h"
+#include "tests/training_run.h"
 
 namespace dim0 {
 namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-// Width and vocabulary that no world size here divides, and vectors shorter than 8 ranks.
-constexpr Gpt2Config kModel = {.layers = 2, .width = 35, .heads = 5, .vocab = 101, .positions = 16};
-constexpr int64_t kSeqLen = 16;
-
-struct RunResult {
-  std::vector<double> losses, norms;
-  std::vector<double> val_losses;
-  std::map<int64_t, json> diagnostics;  // by step
-  json summary;
-  std::vector<float> weights;  // all, in file order
-};
-
-// Text whose next byte is predictable enough to learn from.
-std::string TextFile() {
-  const std::string path = testing::TempDir() + "/parity.txt";
-  std::ofstream file(path);
-  uint32_t state = 1;
-  for (int i = 0; i < 6000; ++i) {
-    state = state * 1664525 + 1013904223;
-    file << static_cast<char>('!' + (i * 7 + (state >> 29)) % 60);
-  }
-  return path;
-}
-
-struct Variant {
-  std::string optimizer = "adamw";
-  int ranks = 1;
-  int threads = 1;
-  int64_t batch = 12;
-  int64_t grad_accum = 1;
-  int64_t steps = 20;
-  int64_t val_every = 0;
-  EngineOptions engine = {.clip = 1.0};
-  bool recompute = false;
-  int64_t diagnostics_every = 0;
-};
-
-TrainerOptions OptionsOf(const Variant& v, const std::string& run_dir) {
-  TrainerOptions options;
-  options.ranks = v.ranks;
-  options.threads_per_rank = v.threads;
-  options.engine = v.engine;
-  options.batch = v.batch;
-  options.grad_accum = v.grad_accum;
-  options.seq_len = kSeqLen;
-  options.steps = v.steps;
-  options.seed = 7;
-  options.val_every = v.val_every;
-  options.val_sequences = 13;
-  options.diagnostics_every = v.diagnostics_every;
-  options.run_dir = run_dir;
-  return options;
-}
-
-Workload WorkloadOf(const Variant& v) {
-  Workload workload;
-  workload.make_model = [v](Device& device) -> absl::StatusOr<std::unique_ptr<Model>> {
-    return std::make_unique<Gpt2>(kModel, v.recompute, device);
-  };
-  OptimizerConfig config{.name = v.optimizer};
-  config.adamw.lr = v.optimizer == "adamw" ? 6e-4 : 3e-3;
-  workload.make_optimizer = [config](Device& device, ProcessGroup& group) {
-    return CreateOptimizer(config, device, group);
-  };
-  workload.lr_factor = [](int64_t step) { return Schedule{.warmup_steps = 5}.Factor(step); };
-  workload.learning_rates = config.LearningRates();
-  workload.store_transposed = Gpt2StoredTransposed;
-  return workload;
-}
-
-Dataset OpenText(const TrainerOptions& options) {
-  auto dataset = Dataset::Open({.path = TextFile(),
-                                .vocabulary = kModel.vocab,
-                                .seq_len = kSeqLen,
-                                .global_batch = options.sequences_per_step(),
-                                .seed = 7,
-                                .val_fraction = 0.05});
-  EXPECT_TRUE(dataset.ok()) << dataset.status();
-  return *std::move(dataset);
-}
-
-RunResult TrainOnce(const Variant& v) {
-  spdlog::set_level(spdlog::level::warn);
-  static int number = 0;
-  const std::string run_dir = absl::StrCat(testing::TempDir(), "/parity_run_", ++number);
-  fs::remove_all(run_dir);
-  const TrainerOptions options = OptionsOf(v, run_dir);
-  const auto result = Train(options, WorkloadOf(v), OpenText(options));
-  EXPECT_TRUE(result.ok()) << result.status();
-
-  RunResult run;
-  std::ifstream metrics(run_dir + "/metrics.jsonl");
-  for (std::string line; std::getline(metrics, line);) {
-    const json entry = json::parse(line);
-    if (entry.contains("val_loss")) {
-      run.val_losses.push_back(entry["val_loss"]);
-    } else if (entry.contains("diagnostics")) {
-      run.diagnostics[entry["step"]] = entry["diagnostics"];
-    } else {
-      run.losses.push_back(entry["loss"]);
-      run.norms.push_back(entry["grad_norm"]);
-    }
-  }
-  run.summary = json::parse(std::ifstream(run_dir + "/summary.json"));
-  const auto weights = SafetensorsFile::Open(run_dir + "/model.safetensors");
-  EXPECT_TRUE(weights.ok()) << weights.status();
-  for (const auto& tensor : weights->tensors()) {
-    std::vector<float> values(tensor.elements);
-    EXPECT_TRUE(weights->ReadFloats(tensor, 0, absl::MakeSpan(values)).ok());
-    run.weights.insert(run.weights.end(), values.begin(), values.end());
-  }
-  return run;
-}
-
-double LargestRelativeDifference(const std::vector<double>& a, const std::vector<double>& b) {
-  EXPECT_EQ(a.size(), b.size());
-  double largest = 0;
-  for (size_t i = 0; i < a.size(); ++i) largest = std::max(largest, std::abs(a[i] / b[i] - 1));
-  return largest;
-}
 
 const std::map<std::string, double> kTolerance = {
     {"adamw", 1e-5}, {"rmnp", 1e-4}, {"muon", 1e-3}, {"sign_momentum", 1e-3}};
@@ -232,7 +110,7 @@ int64_t LookedUpBytes(const Variant& v) {
     for (int rank = 0; rank < v.ranks; ++rank) {
       std::set<int32_t> tokens;
       for (int64_t b = 0; b < v.batch; ++b) {
-        std::vector<int32_t> inputs(kSeqLen), targets(kSeqLen);
+        std::vector<int32_t> inputs(kTinySeqLen), targets(kTinySeqLen);
         dataset.TrainSequence((step * v.ranks + rank) * v.batch + b, absl::MakeSpan(inputs),
                               absl::MakeSpan(targets));
         tokens.insert(inputs.begin(), inputs.end());
@@ -241,15 +119,15 @@ int64_t LookedUpBytes(const Variant& v) {
         const int64_t chunk = (parameter_rows + v.ranks - 1) / v.ranks;
         return row / chunk != rank;
       };
-      for (const int32_t token : tokens) rows += elsewhere(kModel.vocab, token);
-      for (int64_t t = 0; t < kSeqLen; ++t) rows += elsewhere(kModel.positions, t);
+      for (const int32_t token : tokens) rows += elsewhere(kTinyModel.vocab, token);
+      for (int64_t t = 0; t < kTinySeqLen; ++t) rows += elsewhere(kTinyModel.positions, t);
     }
   }
-  return rows * kModel.width * sizeof(float);
+  return rows * kTinyModel.width * sizeof(float);
 }
 
 TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
-  const ParameterTable table(Gpt2Units(kModel));
+  const ParameterTable table(Gpt2Units(kTinyModel));
   const double all = 4.0 * table.elements();
   const double root = 4.0 * table.unit_elements(0);
   for (const int ranks : {1, 2, 3}) {
@@ -267,7 +145,7 @@ TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
       EXPECT_EQ(run.summary["ns_calls_per_step"], 0);
     } else {
       EXPECT_EQ(bytes["optimizer"] > 0, ranks > 1);
-      EXPECT_EQ(run.summary["ns_calls_per_step"], 4 * kModel.layers);
+      EXPECT_EQ(run.summary["ns_calls_per_step"], 4 * kTinyModel.layers);
     }
     EXPECT_EQ(run.summary["world_size"], ranks);
     EXPECT_EQ(run.summary["parameters"], table.elements());
@@ -321,7 +199,7 @@ TEST_P(Parity, DiagnosticsCostMemoryAsPredictedAndChangeNothing) {
     for (const int64_t step : {3, 6}) {
       const json& diagnostics = with.diagnostics.at(step);
       // Every matrix has three figures, and theirs of all rows lie between.
-      ASSERT_EQ(diagnostics["matrices"].size(), 4u * kModel.layers);
+      ASSERT_EQ(diagnostics["matrices"].size(), 4u * kTinyModel.layers);
       double smallest = std::numeric_limits<double>::infinity(), largest = 0;
       double sum = 0, rows = 0;
       for (const json& matrix : diagnostics["matrices"]) {
@@ -331,7 +209,7 @@ TEST_P(Parity, DiagnosticsCostMemoryAsPredictedAndChangeNothing) {
         rows += matrix["rows"].get<double>();
       }
       // Width 35: 105, 35, 140 and 35 rows a block, all of them sampled.
-      EXPECT_EQ(rows, kModel.layers * 315);
+      EXPECT_EQ(rows, kTinyModel.layers * 315);
       EXPECT_EQ(diagnostics["rows"], rows);
       EXPECT_EQ(diagnostics["r_min"], smallest);
       EXPECT_EQ(diagnostics["r_max"], largest);
@@ -355,8 +233,8 @@ TEST(Stop, ARaisedFlagEndsTheRunWithItsFilesWhole) {
   TrainerOptions options = OptionsOf(variant, run_dir);
   const std::atomic<bool> stop = true;
   options.stop = &stop;
-  const auto dataset =
-      Dataset::Open({.path = TextFile(), .vocabulary = 101, .seq_len = kSeqLen, .global_batch = 4});
+  const auto dataset = Dataset::Open(
+      {.path = TextFile(), .vocabulary = 101, .seq_len = kTinySeqLen, .global_batch = 4});
   const auto result = Train(options, WorkloadOf(variant), *dataset);
   ASSERT_TRUE(result.ok());
   EXPECT_TRUE(result->stopped);
@@ -372,8 +250,8 @@ TEST(BrokenLoss, StopsTheRunNamingTheStepAndLeavesNoWeights) {
   fs::remove_all(run_dir);
   Workload workload = WorkloadOf(variant);
   workload.lr_factor = [](int64_t) { return 1e30; };
-  const auto dataset =
-      Dataset::Open({.path = TextFile(), .vocabulary = 101, .seq_len = kSeqLen, .global_batch = 4});
+  const auto dataset = Dataset::Open(
+      {.path = TextFile(), .vocabulary = 101, .seq_len = kTinySeqLen, .global_batch = 4});
   const auto result = Train(OptionsOf(variant, run_dir), workload, *dataset);
   ASSERT_FALSE(result.ok());
   EXPECT_NE(result.status().message().find("step "), absl::string_view::npos) << result.status();

@@ -48,13 +48,15 @@ class NoArithmetic : public OptimizerKernels {
   void ApplyUpdate(Stream&, const Tensor&, const Tensor&, const Tensor&, float, float,
                    const float*) override {}
   DType matrix_dtype() const override { return DType::kFloat32; }
-  void Normalize(Stream&, const Tensor&, double, const Tensor&) override {}
-  void SymmetricProduct(Stream&, float, const Tensor&, bool, float, const Tensor&) override {}
-  void SymmetricMatMul(Stream&, float, const Tensor&, const Tensor&, float,
+  int64_t matrix_elements_at_once() const override { return 0; }
+  void Normalize(Stream&, int64_t, const Tensor&, double, const Tensor&) override {}
+  void SymmetricProduct(Stream&, int64_t, float, const Tensor&, bool, float, const Tensor&,
+                        const Tensor&) override {}
+  void SymmetricMatMul(Stream&, int64_t, float, const Tensor&, const Tensor&, float, const Tensor&,
                        const Tensor&) override {}
-  void MatMul(Stream&, float, const Tensor&, bool, const Tensor&, bool, float,
-              const Tensor&) override {}
-  void AddToDiagonal(Stream&, const Tensor&, float) override {}
+  void MatMul(Stream&, int64_t, float, const Tensor&, bool, const Tensor&, bool, float,
+              const Tensor&, const Tensor&) override {}
+  void AddToDiagonal(Stream&, int64_t, const Tensor&, float) override {}
   void Copy(Stream&, const Tensor&, const Tensor&) override {}
 };
 

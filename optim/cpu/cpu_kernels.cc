@@ -35,6 +35,12 @@ double ValueBytes(const std::vector<Item>& items) {
   return bytes;
 }
 
+// Matrix `i` of `batch` that lie one below the other.
+Tensor Nth(const Tensor& matrices, int64_t batch, int64_t i) {
+  const int64_t rows = matrices.rows / batch;
+  return Rows(matrices, i * rows, rows);
+}
+
 class CpuOptimizerKernels : public OptimizerKernels {
  public:
   explicit CpuOptimizerKernels(CpuDevice& device) : pool_(device.pool()) {}
@@ -115,75 +121,99 @@ class CpuOptimizerKernels : public OptimizerKernels {
 
   DType matrix_dtype() const override { return DType::kFloat32; }
 
-  void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) override {
-    DIM0_CHECK(x.size() == out.size());
+  // A matrix by itself keeps all threads busy.
+  int64_t matrix_elements_at_once() const override { return 0; }
+
+  void Normalize(Stream& stream, int64_t batch, const Tensor& x, double length,
+                 const Tensor& out) override {
+    DIM0_CHECK(x.rows == out.rows && x.cols == out.cols);
     stream.Enqueue({.name = "normalize",
                     .kind = OpKind::kOptimizer,
                     .flops = 3.0 * x.size(),
                     .bytes = 2.0 * x.bytes() + out.bytes()},
                    [=, this](const OpContext&) {
-                     WithElements(x, [&](const auto* source) {
-                       WithElements(out, [&](auto* target) {
-                         NormalizeElements(source, x.size(), length, target);
+                     for (int64_t i = 0; i < batch; ++i) {
+                       WithElements(Nth(x, batch, i), [&](const auto* source) {
+                         WithElements(Nth(out, batch, i), [&](auto* target) {
+                           NormalizeElements(source, x.size() / batch, length, target);
+                         });
                        });
-                     });
+                     }
                      return absl::OkStatus();
                    });
   }
 
-  void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed, float beta,
+  void SymmetricProduct(Stream& stream, int64_t batch, float alpha, const Tensor& x,
+                        bool transposed, float beta, const Tensor& added,
                         const Tensor& c) override {
-    const int64_t n = transposed ? x.cols : x.rows;
-    const int64_t k = transposed ? x.rows : x.cols;
-    DIM0_CHECK(c.rows == n && c.cols == n);
+    const int64_t n = transposed ? x.cols : x.rows / batch;
+    const int64_t k = transposed ? x.rows / batch : x.cols;
+    DIM0_CHECK(c.rows == batch * n && c.cols == n);
     stream.Enqueue({.name = "symmetric_product",
                     .kind = OpKind::kOptimizer,
-                    .flops = 1.0 * n * (n + 1) * k,
+                    .flops = 1.0 * batch * n * (n + 1) * k,
                     .bytes = 4.0 * (x.size() + c.size())},
                    [=, this](const OpContext&) {
-                     cpu::SymmetricProduct(pool_, transposed ? Transpose::kYes : Transpose::kNo, n,
-                                           k, alpha, x.f32(), x.cols, beta, c.f32(), n);
+                     Prepare(beta, added, c);
+                     for (int64_t i = 0; i < batch; ++i) {
+                       cpu::SymmetricProduct(pool_, transposed ? Transpose::kYes : Transpose::kNo,
+                                             n, k, alpha, Nth(x, batch, i).f32(), x.cols, beta,
+                                             Nth(c, batch, i).f32(), n);
+                     }
                      return absl::OkStatus();
                    });
   }
 
-  void SymmetricMatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b, float beta,
-                       const Tensor& c) override {
-    const int64_t n = c.rows;
-    DIM0_CHECK(c.cols == n && a.rows == n && a.cols == n && b.rows == n && b.cols == n);
+  void SymmetricMatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, const Tensor& b,
+                       float beta, const Tensor& added, const Tensor& c) override {
+    const int64_t n = c.cols;
+    for (const Tensor& square : {a, b, c}) {
+      DIM0_CHECK(square.rows == batch * n && square.cols == n);
+    }
     stream.Enqueue({.name = "symmetric_matmul",
                     .kind = OpKind::kOptimizer,
-                    .flops = 1.0 * n * (n + 1) * n,
-                    .bytes = 4.0 * 3 * n * n},
+                    .flops = 1.0 * batch * n * (n + 1) * n,
+                    .bytes = 4.0 * 3 * batch * n * n},
                    [=, this](const OpContext&) {
-                     cpu::SymmetricMatMul(pool_, n, alpha, a.f32(), b.f32(), beta, c.f32());
+                     Prepare(beta, added, c);
+                     for (int64_t i = 0; i < batch; ++i) {
+                       cpu::SymmetricMatMul(pool_, n, alpha, Nth(a, batch, i).f32(),
+                                            Nth(b, batch, i).f32(), beta, Nth(c, batch, i).f32());
+                     }
                      return absl::OkStatus();
                    });
   }
 
-  void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a, const Tensor& b,
-              bool transpose_b, float beta, const Tensor& c) override {
-    const int64_t m = transpose_a ? a.cols : a.rows;
-    const int64_t k = transpose_a ? a.rows : a.cols;
-    DIM0_CHECK(c.rows == m && c.cols == (transpose_b ? b.rows : b.cols) &&
-               k == (transpose_b ? b.cols : b.rows));
+  void MatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, bool transpose_a,
+              const Tensor& b, bool transpose_b, float beta, const Tensor& added,
+              const Tensor& c) override {
+    const int64_t m = transpose_a ? a.cols : a.rows / batch;
+    const int64_t k = transpose_a ? a.rows / batch : a.cols;
+    const int64_t n = transpose_b ? b.rows / batch : b.cols;
+    DIM0_CHECK(c.rows == batch * m && c.cols == n && k == (transpose_b ? b.cols : b.rows / batch));
     stream.Enqueue({.name = "matmul",
                     .kind = OpKind::kOptimizer,
-                    .flops = 2.0 * m * k * c.cols,
+                    .flops = 2.0 * batch * m * k * n,
                     .bytes = 4.0 * (a.size() + b.size() + c.size())},
                    [=, this](const OpContext&) {
-                     Gemm(pool_, transpose_a ? Transpose::kYes : Transpose::kNo,
-                          transpose_b ? Transpose::kYes : Transpose::kNo, m, c.cols, k, alpha,
-                          a.f32(), a.cols, b.f32(), b.cols, beta, c.f32(), c.cols);
+                     Prepare(beta, added, c);
+                     for (int64_t i = 0; i < batch; ++i) {
+                       Gemm(pool_, transpose_a ? Transpose::kYes : Transpose::kNo,
+                            transpose_b ? Transpose::kYes : Transpose::kNo, m, n, k, alpha,
+                            Nth(a, batch, i).f32(), a.cols, Nth(b, batch, i).f32(), b.cols, beta,
+                            Nth(c, batch, i).f32(), n);
+                     }
                      return absl::OkStatus();
                    });
   }
 
-  void AddToDiagonal(Stream& stream, const Tensor& c, float value) override {
-    DIM0_CHECK(c.rows == c.cols);
+  void AddToDiagonal(Stream& stream, int64_t batch, const Tensor& c, float value) override {
+    DIM0_CHECK(c.rows == batch * c.cols);
     stream.Enqueue({.name = "add_to_diagonal", .kind = OpKind::kOptimizer, .bytes = 8.0 * c.rows},
                    [=](const OpContext&) {
-                     for (int64_t i = 0; i < c.rows; ++i) c.f32()[i * c.cols + i] += value;
+                     for (int64_t i = 0; i < c.rows; ++i) {
+                       c.f32()[i * c.cols + i % c.cols] += value;
+                     }
                      return absl::OkStatus();
                    });
   }
@@ -241,6 +271,13 @@ class CpuOptimizerKernels : public OptimizerKernels {
         Set(nesterov ? g + mu * v : v, out[i]);
       }
     });
+  }
+
+  // Lets a product add beta c where it is to add beta `added`.
+  void Prepare(float beta, const Tensor& added, const Tensor& c) {
+    if (beta == 0 || added.data == c.data) return;
+    DIM0_CHECK(added.rows == c.rows && added.cols == c.cols);
+    Convert(added.f32(), added.size(), c.f32());
   }
 
   template <typename From, typename To>

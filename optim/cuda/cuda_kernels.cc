@@ -160,7 +160,12 @@ class CudaOptimizerKernels : public OptimizerKernels {
   // ends of its range. In bfloat16, the Gram algorithm loses the small singular values altogether.
   DType matrix_dtype() const override { return DType::kFloat16; }
 
-  void Normalize(Stream& stream, const Tensor& x, double length, const Tensor& out) override {
+  // Ten matrices of 1280 x 1280, whose tiles are several times as many as a large GPU takes at
+  // once.
+  int64_t matrix_elements_at_once() const override { return int64_t{1} << 24; }
+
+  void Normalize(Stream& stream, int64_t batch, const Tensor& x, double length,
+                 const Tensor& out) override {
     DIM0_CHECK(x.size() == out.size());
     stream.Enqueue({.name = "normalize",
                     .kind = OpKind::kOptimizer,
@@ -169,35 +174,38 @@ class CudaOptimizerKernels : public OptimizerKernels {
                    [=, this](const OpContext& context) -> absl::Status {
                      DIM0_ASSIGN_OR_RETURN(void* const sums, Sums());
                      return ToStatus(
-                         LaunchNormalize(TypeOf(x), x.data, x.size(), 1, length, TypeOf(out),
-                                         out.data, sums, StreamOf(context)),
+                         LaunchNormalize(TypeOf(x), x.data, x.size() / batch, batch, length,
+                                         TypeOf(out), out.data, sums, StreamOf(context)),
                          "normalize");
                    });
   }
 
-  // cuBLAS has no symmetric product of bfloat16 matrices: both triangles are computed.
-  void SymmetricProduct(Stream& stream, float alpha, const Tensor& x, bool transposed, float beta,
+  // cuBLAS has no symmetric product of matrices of 16-bit floats: both triangles are computed.
+  void SymmetricProduct(Stream& stream, int64_t batch, float alpha, const Tensor& x,
+                        bool transposed, float beta, const Tensor& added,
                         const Tensor& c) override {
-    EnqueueProduct(stream, "symmetric_product", alpha, x, transposed, x, !transposed, beta, c);
+    EnqueueProduct(stream, "symmetric_product", batch, alpha, x, transposed, x, !transposed, beta,
+                   added, c);
   }
 
-  void SymmetricMatMul(Stream& stream, float alpha, const Tensor& a, const Tensor& b, float beta,
-                       const Tensor& c) override {
-    EnqueueProduct(stream, "symmetric_matmul", alpha, a, false, b, false, beta, c);
+  void SymmetricMatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, const Tensor& b,
+                       float beta, const Tensor& added, const Tensor& c) override {
+    EnqueueProduct(stream, "symmetric_matmul", batch, alpha, a, false, b, false, beta, added, c);
   }
 
-  void MatMul(Stream& stream, float alpha, const Tensor& a, bool transpose_a, const Tensor& b,
-              bool transpose_b, float beta, const Tensor& c) override {
-    EnqueueProduct(stream, "matmul", alpha, a, transpose_a, b, transpose_b, beta, c);
+  void MatMul(Stream& stream, int64_t batch, float alpha, const Tensor& a, bool transpose_a,
+              const Tensor& b, bool transpose_b, float beta, const Tensor& added,
+              const Tensor& c) override {
+    EnqueueProduct(stream, "matmul", batch, alpha, a, transpose_a, b, transpose_b, beta, added, c);
   }
 
-  void AddToDiagonal(Stream& stream, const Tensor& c, float value) override {
-    DIM0_CHECK(c.rows == c.cols);
+  void AddToDiagonal(Stream& stream, int64_t batch, const Tensor& c, float value) override {
+    DIM0_CHECK(c.rows == batch * c.cols);
     stream.Enqueue({.name = "add_to_diagonal",
                     .kind = OpKind::kOptimizer,
                     .bytes = 2.0 * c.rows * SizeOf(c.dtype)},
                    [=](const OpContext& context) {
-                     return ToStatus(LaunchAddToDiagonal(TypeOf(c), c.data, c.cols, 1, value,
+                     return ToStatus(LaunchAddToDiagonal(TypeOf(c), c.data, c.cols, batch, value,
                                                          StreamOf(context)),
                                      "add_to_diagonal");
                    });
@@ -264,12 +272,13 @@ class CudaOptimizerKernels : public OptimizerKernels {
                    });
   }
 
-  void EnqueueProduct(Stream& stream, const char* name, float alpha, const Tensor& a,
+  void EnqueueProduct(Stream& stream, const char* name, int64_t batch, float alpha, const Tensor& a,
                       bool transpose_a, const Tensor& b, bool transpose_b, float beta,
-                      const Tensor& c) {
-    const Product product = {.m = transpose_a ? a.cols : a.rows,
-                             .n = transpose_b ? b.rows : b.cols,
-                             .k = transpose_a ? a.rows : a.cols,
+                      const Tensor& added, const Tensor& c) {
+    const int64_t a_rows = a.rows / batch, b_rows = b.rows / batch;
+    const Product product = {.m = transpose_a ? a.cols : a_rows,
+                             .n = transpose_b ? b_rows : b.cols,
+                             .k = transpose_a ? a_rows : a.cols,
                              .transpose_a = transpose_a,
                              .transpose_b = transpose_b,
                              .alpha = alpha,
@@ -278,12 +287,15 @@ class CudaOptimizerKernels : public OptimizerKernels {
                              .c_type = c.dtype,
                              .a = a.data,
                              .b = b.data,
-                             .c = c.data};
-    DIM0_CHECK(c.rows == product.m && c.cols == product.n && b.dtype == a.dtype &&
-               product.k == (transpose_b ? b.cols : b.rows));
+                             .c = c.data,
+                             .added = added.data,
+                             .batch = batch};
+    DIM0_CHECK(c.rows == batch * product.m && c.cols == product.n && b.dtype == a.dtype &&
+               product.k == (transpose_b ? b.cols : b_rows) && added.rows == c.rows &&
+               added.cols == c.cols && added.dtype == c.dtype);
     stream.Enqueue({.name = name,
                     .kind = OpKind::kOptimizer,
-                    .flops = 2.0 * product.m * product.n * product.k,
+                    .flops = 2.0 * batch * product.m * product.n * product.k,
                     .bytes = static_cast<double>(a.bytes() + b.bytes() + c.bytes())},
                    [this, product](const OpContext& context) -> absl::Status {
                      if (products_ == nullptr) {

@@ -1,5 +1,6 @@
 // Against the CPU's kernels, and where results are exact, against closed forms. On a GPU, or on the
 // emulator's.
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -17,6 +18,7 @@
 
 #include "collectives/dtype.h"
 #include "optim/kernels.h"
+#include "optim/newton_schulz.h"
 #include "runtime/device.h"
 
 namespace dim0::cuda {
@@ -24,6 +26,7 @@ namespace {
 
 constexpr DType kF32 = DType::kFloat32;
 constexpr DType kBF16 = DType::kBFloat16;
+constexpr DType kF16 = DType::kFloat16;
 
 std::vector<float> Random(int64_t size, uint32_t seed, float deviation = 1) {
   std::mt19937 generator(seed);
@@ -34,6 +37,7 @@ std::vector<float> Random(int64_t size, uint32_t seed, float deviation = 1) {
 }
 
 float Rounded(DType type, float value) {
+  if (type == kF16) return __half2float(__float2half(value));
   return type == kBF16 ? static_cast<float>(BFloat16(value)) : value;
 }
 
@@ -43,7 +47,10 @@ std::vector<float> Rounded(DType type, std::vector<float> values) {
 }
 
 // Half a unit in the last place at 1: the most that rounding to the type changes.
-double RoundingOf(DType type) { return type == kBF16 ? 0x1p-8 : 0x1p-24; }
+double RoundingOf(DType type) {
+  if (type == kF16) return 0x1p-11;
+  return type == kBF16 ? 0x1p-8 : 0x1p-24;
+}
 
 // A device, a stream of it and the optimizers' kernels for it.
 struct Side {
@@ -82,6 +89,9 @@ class Matrix {
     for (size_t i = 0; i < values.size(); ++i) {
       if (tensor_.dtype == kF32) {
         std::memcpy(bytes.data() + 4 * i, &values[i], 4);
+      } else if (tensor_.dtype == kF16) {
+        const __half value = __float2half(values[i]);
+        std::memcpy(bytes.data() + 2 * i, &value, 2);
       } else {
         const BFloat16 value(values[i]);
         std::memcpy(bytes.data() + 2 * i, &value, 2);
@@ -101,6 +111,10 @@ class Matrix {
     for (size_t i = 0; i < values.size(); ++i) {
       if (tensor_.dtype == kF32) {
         std::memcpy(&values[i], bytes.data() + 4 * i, 4);
+      } else if (tensor_.dtype == kF16) {
+        __half value;
+        std::memcpy(&value, bytes.data() + 2 * i, 2);
+        values[i] = __half2float(value);
       } else {
         BFloat16 value;
         std::memcpy(&value, bytes.data() + 2 * i, 2);
@@ -514,8 +528,8 @@ TEST_F(CudaOptimizerKernelsTest, MomentumAndApplyUpdateDoTheCpusStepsInEveryType
 
 TEST_F(CudaOptimizerKernelsTest, CopyAndNormalizeTakeEveryType) {
   const std::vector<float> values = Random(63 * 65, 1);
-  for (const DType from : {kF32, kBF16}) {
-    for (const DType to : {kF32, kBF16}) {
+  for (const DType from : {kF32, kBF16, kF16}) {
+    for (const DType to : {kF32, kBF16, kF16}) {
       const std::vector<float> rounded = Rounded(from, values);
       const Matrix source(gpu_, from, 63, 65, values, 1),
           target(gpu_, to, 63, 65, std::vector<float>(values.size()));
@@ -526,79 +540,139 @@ TEST_F(CudaOptimizerKernelsTest, CopyAndNormalizeTakeEveryType) {
       for (const double value : rounded) squares += value * value;
       std::vector<float> expected = rounded;
       for (float& value : expected) value = static_cast<float>(value * 0.5 / std::sqrt(squares));
-      gpu_.kernels->Normalize(*gpu_.stream, source.tensor(), 0.5, target.tensor());
-      ExpectNear(target.Get(), expected, 2 * RoundingOf(to), 0, "normalised");
-      gpu_.kernels->Normalize(*gpu_.stream, source.tensor(), 0.5, source.tensor());
-      ExpectNear(source.Get(), expected, 2 * RoundingOf(from), 0, "normalised in place");
+      gpu_.kernels->Normalize(*gpu_.stream, 1, source.tensor(), 0.5, target.tensor());
+      // Below 2^-14, numbers of float16 are 2^-24 apart.
+      const double absolute = 0x1p-24;
+      ExpectNear(target.Get(), expected, 2 * RoundingOf(to), absolute, "normalised");
+      gpu_.kernels->Normalize(*gpu_.stream, 1, source.tensor(), 0.5, source.tensor());
+      ExpectNear(source.Get(), expected, 2 * RoundingOf(from), absolute, "normalised in place");
     }
   }
 }
 
 TEST_F(CudaOptimizerKernelsTest, AddToDiagonalLeavesTheRest) {
-  for (const DType type : {kF32, kBF16}) {
+  for (const DType type : {kF32, kBF16, kF16}) {
     for (const int64_t n : {1, 5, 300}) {
-      std::vector<float> values = Rounded(type, Random(n * n, 1));
-      const Matrix c(gpu_, type, n, n, values);
-      gpu_.kernels->AddToDiagonal(*gpu_.stream, c.tensor(), 3.25f);
-      for (int64_t i = 0; i < n; ++i) {
-        values[i * n + i] = Rounded(type, values[i * n + i] + 3.25f);
+      for (const int64_t batch : {1, 3}) {
+        std::vector<float> values = Rounded(type, Random(batch * n * n, 1));
+        const Matrix c(gpu_, type, batch * n, n, values);
+        gpu_.kernels->AddToDiagonal(*gpu_.stream, batch, c.tensor(), 3.25f);
+        for (int64_t i = 0; i < batch * n; ++i) {
+          float& value = values[i * n + i % n];
+          value = Rounded(type, value + 3.25f);
+        }
+        EXPECT_EQ(c.Get(), values);
       }
-      EXPECT_EQ(c.Get(), values);
     }
   }
 }
 
-// alpha op(a) op(b) + beta c in float64.
-std::vector<float> Product(float alpha, const std::vector<float>& a, bool transpose_a,
-                           const std::vector<float>& b, bool transpose_b, float beta,
-                           std::vector<float> c, int64_t m, int64_t n, int64_t k) {
-  for (int64_t i = 0; i < m; ++i) {
-    for (int64_t j = 0; j < n; ++j) {
-      double sum = 0;
-      for (int64_t l = 0; l < k; ++l) {
-        sum += double{transpose_a ? a[l * m + i] : a[i * k + l]} *
-               (transpose_b ? b[j * k + l] : b[l * n + j]);
+// alpha op(a) op(b) + beta added in float64, for each matrix of a batch.
+std::vector<float> Product(int64_t batch, float alpha, const std::vector<float>& a,
+                           bool transpose_a, const std::vector<float>& b, bool transpose_b,
+                           float beta, std::vector<float> added, int64_t m, int64_t n, int64_t k) {
+  for (int64_t matrix = 0; matrix < batch; ++matrix) {
+    const float* const first = a.data() + matrix * m * k;
+    const float* const second = b.data() + matrix * k * n;
+    float* const c = added.data() + matrix * m * n;
+    for (int64_t i = 0; i < m; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        double sum = 0;
+        for (int64_t l = 0; l < k; ++l) {
+          sum += double{transpose_a ? first[l * m + i] : first[i * k + l]} *
+                 (transpose_b ? second[j * k + l] : second[l * n + j]);
+        }
+        c[i * n + j] = static_cast<float>(alpha * sum + beta * c[i * n + j]);
       }
-      c[i * n + j] = static_cast<float>(alpha * sum + beta * c[i * n + j]);
     }
   }
-  return c;
+  return added;
 }
 
 TEST_F(CudaOptimizerKernelsTest, ProductsAreThoseOfFloat64InEveryTypeAndOrientation) {
   constexpr int64_t kM = 24, kN = 40, kK = 56;
-  for (const DType type : {kF32, kBF16}) {
+  for (const DType type : {kF32, kBF16, kF16}) {
     // Sums of kK products of about 1.
     const double absolute = (2 * RoundingOf(type) + kK * 0x1p-24) * kK;
-    const std::vector<float> a = Rounded(type, Random(kM * kK, 1)),
-                             b = Rounded(type, Random(kK * kN, 2)),
-                             c = Rounded(type, Random(kM * kN, 3));
-    for (const bool transpose_a : {false, true}) {
-      for (const bool transpose_b : {false, true}) {
-        const Matrix on_a(gpu_, type, transpose_a ? kK : kM, transpose_a ? kM : kK, a),
-            on_b(gpu_, type, transpose_b ? kN : kK, transpose_b ? kK : kN, b),
-            on_c(gpu_, type, kM, kN, c);
-        gpu_.kernels->MatMul(*gpu_.stream, 0.5f, on_a.tensor(), transpose_a, on_b.tensor(),
-                             transpose_b, 2.0f, on_c.tensor());
-        ExpectNear(on_c.Get(), Product(0.5f, a, transpose_a, b, transpose_b, 2.0f, c, kM, kN, kK),
-                   0, absolute, "matmul");
+    for (const int64_t batch : {1, 3}) {
+      const std::vector<float> a = Rounded(type, Random(batch * kM * kK, 1)),
+                               b = Rounded(type, Random(batch * kK * kN, 2)),
+                               c = Rounded(type, Random(batch * kM * kN, 3));
+      for (const bool transpose_a : {false, true}) {
+        const int64_t a_rows = batch * (transpose_a ? kK : kM), a_cols = transpose_a ? kM : kK;
+        const Matrix on_a(gpu_, type, a_rows, a_cols, a);
+        for (const bool transpose_b : {false, true}) {
+          const Matrix on_b(gpu_, type, batch * (transpose_b ? kN : kK), transpose_b ? kK : kN, b),
+              on_c(gpu_, type, batch * kM, kN, c),
+              other(gpu_, type, batch * kM, kN, std::vector<float>(c.size(), 9.0f));
+          const std::vector<float> expected =
+              Product(batch, 0.5f, a, transpose_a, b, transpose_b, 2.0f, c, kM, kN, kK);
+          for (const Matrix* target : {&other, &on_c}) {
+            gpu_.kernels->MatMul(*gpu_.stream, batch, 0.5f, on_a.tensor(), transpose_a,
+                                 on_b.tensor(), transpose_b, 2.0f, on_c.tensor(), target->tensor());
+            ExpectNear(target->Get(), expected, 0, absolute, "matmul");
+          }
+        }
+        // Of a as it lies there: [a_rows, a_cols], or its transpose.
+        const int64_t rows = a_rows / batch;
+        for (const bool transposed : {false, true}) {
+          const int64_t s = transposed ? a_cols : rows, k = transposed ? rows : a_cols;
+          const std::vector<float> squares = Rounded(type, Random(batch * s * s, 4));
+          const Matrix on_c(gpu_, type, batch * s, s, squares);
+          gpu_.kernels->SymmetricProduct(*gpu_.stream, batch, 0.5f, on_a.tensor(), transposed, 2.0f,
+                                         on_c.tensor(), on_c.tensor());
+          ExpectNear(on_c.Get(),
+                     Product(batch, 0.5f, a, transposed, a, !transposed, 2.0f, squares, s, s, k), 0,
+                     absolute, "symmetric product");
+        }
       }
-      const int64_t s = transpose_a ? kK : kM, k = transpose_a ? kM : kK;
-      const std::vector<float> squares = Rounded(type, Random(s * s, 4));
-      const Matrix x(gpu_, type, kM, kK, a), on_c(gpu_, type, s, s, squares);
-      gpu_.kernels->SymmetricProduct(*gpu_.stream, 0.5f, x.tensor(), transpose_a, 2.0f,
-                                     on_c.tensor());
-      ExpectNear(on_c.Get(), Product(0.5f, a, transpose_a, a, !transpose_a, 2.0f, squares, s, s, k),
-                 0, absolute, "symmetric product");
+      const std::vector<float> square = Rounded(type, Random(batch * kM * kM, 5)),
+                               other = Rounded(type, Random(batch * kM * kM, 6));
+      const Matrix on_a(gpu_, type, batch * kM, kM, square),
+          on_b(gpu_, type, batch * kM, kM, other),
+          on_c(gpu_, type, batch * kM, kM, std::vector<float>(square.size(), 9.0f));
+      gpu_.kernels->SymmetricMatMul(*gpu_.stream, batch, 0.5f, on_a.tensor(), on_b.tensor(), 2.0f,
+                                    on_a.tensor(), on_c.tensor());
+      ExpectNear(on_c.Get(),
+                 Product(batch, 0.5f, square, false, other, false, 2.0f, square, kM, kM, kM), 0,
+                 absolute, "symmetric matmul");
     }
-    const std::vector<float> square = Rounded(type, Random(kM * kM, 5)),
-                             other = Rounded(type, Random(kM * kM, 6));
-    const Matrix on_a(gpu_, type, kM, kM, square), on_b(gpu_, type, kM, kM, other),
-        on_c(gpu_, type, kM, kM, square);
-    gpu_.kernels->SymmetricMatMul(*gpu_.stream, 0.5f, on_a.tensor(), on_b.tensor(), 2.0f,
-                                  on_c.tensor());
-    ExpectNear(on_c.Get(), Product(0.5f, square, false, other, false, 2.0f, square, kM, kM, kM), 0,
-               absolute, "symmetric matmul");
+  }
+}
+
+double Norm(const std::vector<float>& values) {
+  double squares = 0;
+  for (const double value : values) squares += value * value;
+  return std::sqrt(squares);
+}
+
+TEST_F(CudaOptimizerKernelsTest, NewtonSchulzOfABatchIsTheCpusOfEachMatrixUpToTheTypesRounding) {
+  constexpr int64_t kBatch = 3;
+  for (const NewtonSchulzAlgorithm algorithm :
+       {NewtonSchulzAlgorithm::kStandard, NewtonSchulzAlgorithm::kSymmetric,
+        NewtonSchulzAlgorithm::kGram, NewtonSchulzAlgorithm::kGramAccurate}) {
+    for (const auto& [m, n] : {std::pair<int64_t, int64_t>{24, 96}, {96, 24}, {40, 48}}) {
+      const NewtonSchulz newton_schulz({.algorithm = algorithm}, m, n);
+      const std::vector<float> values = Random(kBatch * m * n, 1);
+      std::vector<float> results[2];
+      for (Side* side : {&cpu_, &gpu_}) {
+        const int64_t elements = kBatch * newton_schulz.workspace();
+        const Matrix matrices(*side, kF32, kBatch * m, n, values),
+            workspace(*side, side->kernels->matrix_dtype(), elements, 1,
+                      std::vector<float>(elements));
+        newton_schulz.Enqueue(*side->kernels, *side->stream, matrices.tensor(), matrices.tensor(),
+                              workspace.tensor().data);
+        results[side == &gpu_] = matrices.Get();
+      }
+      std::vector<float> difference;
+      for (size_t i = 0; i < results[0].size(); ++i) {
+        difference.push_back(results[1][i] - results[0][i]);
+      }
+      // Rounding to 11 bits after each product, amplified where singular values are small, more so
+      // by the Gram algorithm. Rounding to 8 bits would fail.
+      EXPECT_LT(Norm(difference), 0.015 * Norm(results[0])) << m << " x " << n;
+      EXPECT_GT(Norm(results[0]), 0.7 * std::sqrt(double{kBatch} * std::min(m, n)));
+    }
   }
 }
 

@@ -144,12 +144,29 @@ class Arena {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto at = reinterpret_cast<uintptr_t>(address);
     if (at < base_ || at >= base_ + kArena) return "";
-    const Block* live = Below(live_, at);
-    const Block* freed = Below(freed_, at);
-    if (live && (!freed || live->first_page > freed->first_page)) {
-      return Place(*live, at, live->allocation.accessible ? "" : ", not yet allocated there");
+    // Of the blocks around it, the one to which it is nearest.
+    const Block* nearest = nullptr;
+    uintptr_t least = ~uintptr_t{0};
+    for (Blocks* blocks : {&live_, &freed_}) {
+      const auto next = blocks->upper_bound(at);
+      for (auto it : {next == blocks->begin() ? next : std::prev(next), next}) {
+        if (it == blocks->end()) continue;
+        const Block& block = it->second;
+        const uintptr_t start = block.allocation.start;
+        const uintptr_t distance =
+            at < start ? start - at : (at < block.end() ? 0 : at - block.end());
+        if (distance >= least) continue;
+        least = distance;
+        nearest = &block;
+      }
     }
-    if (freed) return Place(*freed, at, ", freed");
+    if (nearest) {
+      const bool live = live_.contains(nearest->first_page);
+      return Place(*nearest, at,
+                   !live                            ? ", freed"
+                   : nearest->allocation.accessible ? ""
+                                                    : ", not yet allocated there");
+    }
     return "not in any allocation";
   }
 

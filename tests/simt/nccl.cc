@@ -120,7 +120,7 @@ struct State {
   uintptr_t next_handle = 0;
   int64_t ids = 0;
   // By device: batches that have not ended, in the order in which the host enqueued them.
-  std::map<int, std::list<const Batch*>> in_order;
+  std::map<int, std::list<std::weak_ptr<Batch>>> in_order;
   std::mt19937_64 random{1};
   std::string last_error;
 
@@ -332,7 +332,9 @@ bool MayRun(Batch& batch) {
   if (batch.comm->aborted) return true;
   World& world = *batch.comm->world;
   if (!batch.started) {
-    if (NcclInOrder() && State::Get().in_order[batch.comm->device].front() != &batch) return false;
+    auto& in_order = State::Get().in_order[batch.comm->device];
+    while (in_order.front().expired()) in_order.pop_front();
+    if (NcclInOrder() && in_order.front().lock().get() != &batch) return false;
     batch.started = true;
     for (const auto& [meeting, call] : batch.calls) {
       auto& calls = world.meetings[meeting];
@@ -370,13 +372,14 @@ cudaError_t Run(Batch& batch) {
   }
   Change([&] {
     ++batch.comm->completed;
-    State::Get().in_order[batch.comm->device].remove(&batch);
+    State::Get().in_order[batch.comm->device].remove_if(
+        [&](const std::weak_ptr<Batch>& other) { return other.lock().get() == &batch; });
   });
   return error;
 }
 
 void EnqueueBatch(const std::shared_ptr<Batch>& batch) {
-  Change([&] { State::Get().in_order[batch->comm->device].push_back(batch.get()); });
+  Change([&] { State::Get().in_order[batch->comm->device].push_back(batch); });
   StreamState::Operation operation;
   operation.name = std::string("NCCL, ") + Name(batch->calls[0].second->kind);
   operation.ready = [batch] { return MayRun(*batch); };

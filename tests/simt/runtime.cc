@@ -26,12 +26,17 @@ constexpr int kMaxDevices = 16;
 constexpr size_t kStaticSharedBytes = size_t{48} << 10;  // without opting in to more
 constexpr int kDriverVersion = 13000;
 
+// What one call of cudaEventRecord made: whoever waits for it goes on doing so when the event is
+// recorded again, perhaps on a stream that gets there sooner.
+struct RecordedPoint {
+  bool passed = false;
+  Clock::time_point time;
+};
+
 struct EventState {
   int device = 0;
   unsigned flags = 0;
-  int64_t recorded = 0;  // calls of cudaEventRecord
-  int64_t passed = 0;    // the last of them that its stream has got to
-  Clock::time_point time;
+  std::shared_ptr<RecordedPoint> last;  // null if never recorded
 };
 
 struct Device {
@@ -104,7 +109,7 @@ class Runtime {
   int64_t fail_at = 0;  // call number; 0: none
   std::string failed_call;
   int host_threads_waiting = 0;
-  int polls = 0;
+  bool polled = false;      // see Poll
   bool busy = false;        // an operation is running
   bool look_again = false;  // see LookAgain
   uint64_t operations = 0;
@@ -151,7 +156,7 @@ class Runtime {
   }
 
   std::shared_ptr<StreamState> Pick() {
-    if (settings.lazy && host_threads_waiting == 0 && polls == 0) return nullptr;
+    if (settings.lazy && host_threads_waiting == 0 && !polled) return nullptr;
     std::vector<std::shared_ptr<StreamState>> runnable;
     do {
       look_again = false;
@@ -169,7 +174,7 @@ class Runtime {
     while (true) {
       std::shared_ptr<StreamState> stream;
       while (!(stream = Pick())) changed.wait(lock);
-      polls = std::max(0, polls - 1);
+      polled = false;
       busy = true;
       ++operations;
       // It stays in the queue while it runs, but nobody else looks at it there.
@@ -383,6 +388,7 @@ void Reset() {
   runtime.dynamic_shared_limit.clear();
   runtime.fail_at = 0;
   runtime.failed_call.clear();
+  runtime.polled = false;
   runtime.MakeDevices();
   ForgetMemory();
   lock.unlock();
@@ -474,7 +480,7 @@ void Change(const std::function<void()>& change) {
 }
 
 void Poll() {
-  Change([] { ++Runtime::Get().polls; });
+  Change([] { Runtime::Get().polled = true; });
   std::this_thread::yield();
 }
 
@@ -1211,12 +1217,12 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
   const auto event_state = FindEvent(event);
   if (!state || !event_state) return SetLastError(cudaErrorInvalidResourceHandle);
   if (flags != 0) return SetLastError(cudaErrorInvalidValue);
-  int64_t recorded = 0;
-  Change([&] { recorded = event_state->recorded; });
-  if (recorded == 0) return cudaSuccess;  // there is nothing to wait for
+  std::shared_ptr<const RecordedPoint> point;
+  Change([&] { point = event_state->last; });
+  if (point == nullptr) return cudaSuccess;  // there is nothing to wait for
   StreamState::Operation operation;
   operation.name = "cudaStreamWaitEvent";
-  operation.ready = [event_state, recorded] { return event_state->passed >= recorded; };
+  operation.ready = [point] { return point->passed; };
   operation.run = [] { return cudaSuccess; };
   Enqueue(state, std::move(operation));
   return cudaSuccess;
@@ -1276,16 +1282,16 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   if (!state || !event_state || state->device != event_state->device) {
     return SetLastError(cudaErrorInvalidResourceHandle);
   }
-  int64_t number = 0;
-  Change([&] { number = ++event_state->recorded; });
+  const auto point = std::make_shared<RecordedPoint>();
+  Change([&] { event_state->last = point; });
   StreamState::Operation operation;
   operation.name = "cudaEventRecord";
   operation.always = true;
-  operation.run = [event_state, number] {
+  operation.run = [point] {
     const auto now = Clock::now();
     Change([&] {
-      event_state->passed = std::max(event_state->passed, number);
-      event_state->time = now;
+      point->passed = true;
+      point->time = now;
     });
     return cudaSuccess;
   };
@@ -1297,12 +1303,9 @@ cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   SIMT_ENTER("cudaEventSynchronize", cudaErrorLaunchFailure, true);
   const auto state = FindEvent(event);
   if (!state) return SetLastError(cudaErrorInvalidResourceHandle);
-  int64_t recorded = 0;
-  WaitUntil([&, first = true]() mutable {
-    if (first) recorded = state->recorded;
-    first = false;
-    return state->passed >= recorded;
-  });
+  std::shared_ptr<const RecordedPoint> point;
+  Change([&] { point = state->last; });
+  WaitUntil([&] { return point == nullptr || point->passed; });
   return AfterWaiting(state->device, false);
 }
 
@@ -1313,7 +1316,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
   const cudaError_t error = DeviceError(state->device);
   if (error != cudaSuccess) return SetLastError(error);
   bool passed = false;
-  Change([&] { passed = state->passed >= state->recorded; });
+  Change([&] { passed = state->last == nullptr || state->last->passed; });
   if (passed) return cudaSuccess;
   Poll();
   return cudaErrorNotReady;
@@ -1329,12 +1332,13 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t start, cudaEve
   if (!milliseconds) return SetLastError(cudaErrorInvalidValue);
   cudaError_t result = cudaSuccess;
   Change([&] {
-    if (from->recorded == 0 || to->recorded == 0) {
+    if (from->last == nullptr || to->last == nullptr) {
       result = cudaErrorInvalidResourceHandle;
-    } else if (from->passed < from->recorded || to->passed < to->recorded) {
+    } else if (!from->last->passed || !to->last->passed) {
       result = cudaErrorNotReady;
     } else {
-      *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
+      *milliseconds =
+          std::chrono::duration<float, std::milli>(to->last->time - from->last->time).count();
     }
   });
   return SetLastError(result);

@@ -1,0 +1,119 @@
+#include "collectives/launch.h"
+
+#include <map>
+#include <optional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace dim0 {
+namespace {
+
+using ::testing::HasSubstr;
+using Variables = std::map<std::string, std::string>;
+
+absl::StatusOr<std::optional<Launch>> Read(const Variables& variables) {
+  return ReadLaunchEnvironment([&](const char* name) -> const char* {
+    const auto found = variables.find(name);
+    return found == variables.end() ? nullptr : found->second.c_str();
+  });
+}
+
+// What torchrun sets on the second process of a machine.
+const Variables kTorchrun = {{"RANK", "5"},
+                             {"WORLD_SIZE", "8"},
+                             {"LOCAL_RANK", "1"},
+                             {"MASTER_ADDR", "node-0"},
+                             {"MASTER_PORT", "29500"}};
+
+Variables With(Variables variables, const std::string& name, const std::string& value) {
+  variables[name] = value;
+  return variables;
+}
+Variables Without(Variables variables, const std::string& name) {
+  variables.erase(name);
+  return variables;
+}
+
+TEST(LaunchTest, ReadsWhatTorchrunSets) {
+  const auto launch = Read(kTorchrun);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  ASSERT_TRUE(launch->has_value());
+  EXPECT_EQ((*launch)->rank, 5);
+  EXPECT_EQ((*launch)->world_size, 8);
+  EXPECT_EQ((*launch)->local_rank, 1);
+  EXPECT_EQ((*launch)->address, "node-0");
+  EXPECT_EQ((*launch)->port, 29500);
+}
+
+TEST(LaunchTest, TakesTheNextPortWhereTorchrunsAgentListensAtTheFirst) {
+  auto launch = Read(With(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "True"));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->port, 29501);
+  launch = Read(With(kTorchrun, "TORCHELASTIC_USE_AGENT_STORE", "False"));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->port, 29500);
+}
+
+TEST(LaunchTest, ReadsWhatOpenMpiAndSlurmSetAfterTorchruns) {
+  Variables variables = {{"OMPI_COMM_WORLD_RANK", "2"},
+                         {"OMPI_COMM_WORLD_SIZE", "3"},
+                         {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                         {"SLURM_PROCID", "0"},
+                         {"SLURM_NTASKS", "1"},
+                         {"SLURM_LOCALID", "0"},
+                         {"MASTER_ADDR", "node-0"},
+                         {"MASTER_PORT", "1"}};
+  auto launch = Read(variables);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->rank, 2);
+  EXPECT_EQ((*launch)->world_size, 3);
+  variables.insert(kTorchrun.begin(), kTorchrun.end());
+  launch = Read(variables);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->rank, 5);
+  launch = Read({{"SLURM_PROCID", "0"}, {"SLURM_NTASKS", "1"}, {"SLURM_LOCALID", "0"}});
+  ASSERT_TRUE(launch.ok()) << "one rank needs nobody's address: " << launch.status();
+  EXPECT_EQ((*launch)->world_size, 1);
+}
+
+TEST(LaunchTest, WithoutALauncherThereIsNoRank) {
+  const auto launch = Read({{"MASTER_ADDR", "node-0"}, {"LOCAL_RANK", "1"}});
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_FALSE(launch->has_value());
+}
+
+TEST(LaunchTest, AnythingElseIsRefusedByTheVariablesName) {
+  const struct {
+    Variables variables;
+    const char* error;
+  } cases[] = {
+      {Without(kTorchrun, "RANK"), "RANK is not set"},
+      {Without(kTorchrun, "WORLD_SIZE"), "WORLD_SIZE is not set"},
+      {Without(kTorchrun, "LOCAL_RANK"), "LOCAL_RANK is not set"},
+      {Without(kTorchrun, "MASTER_ADDR"), "MASTER_ADDR is not set"},
+      {With(kTorchrun, "MASTER_ADDR", ""), "MASTER_ADDR is not set"},
+      {Without(kTorchrun, "MASTER_PORT"), "MASTER_PORT is not set"},
+      {With(kTorchrun, "RANK", "8"), "RANK is '8'; it must be a number from 0 to 7"},
+      {With(kTorchrun, "RANK", "-1"), "RANK is '-1'"},
+      {With(kTorchrun, "RANK", "five"), "RANK is 'five'"},
+      {With(kTorchrun, "WORLD_SIZE", "0"), "WORLD_SIZE is '0'"},
+      {With(kTorchrun, "WORLD_SIZE", "99999999999"), "WORLD_SIZE is '99999999999'"},
+      {With(kTorchrun, "LOCAL_RANK", "8"), "LOCAL_RANK is '8'"},
+      {With(kTorchrun, "MASTER_PORT", "65536"), "MASTER_PORT is '65536'"},
+      {With(kTorchrun, "MASTER_PORT", ""), "MASTER_PORT is ''"},
+      {With(With(kTorchrun, "MASTER_PORT", "65535"), "TORCHELASTIC_USE_AGENT_STORE", "True"),
+       "choose a lower one"},
+  };
+  for (const auto& bad : cases) {
+    const auto launch = Read(bad.variables);
+    EXPECT_EQ(launch.status().code(), absl::StatusCode::kInvalidArgument) << bad.error;
+    EXPECT_THAT(std::string(launch.status().message()), HasSubstr(bad.error));
+  }
+}
+
+}  // namespace
+}  // namespace dim0
