@@ -36,38 +36,52 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A block has row blockIdx.x of dwte and blockDim.x * kElements of its columns. It reads all tokens
-// and adds up, in their order, the gradients of those that are its row.
+// A block has row blockIdx.x of dwte and blockDim.x * kElements of its columns. It reads all
+// tokens, kStretch at a time, lists those that are its row, and adds up their gradients in order.
 template <int kElements, typename T, typename G>
 __global__ void __launch_bounds__(kThreads)
     TokenGradientKernel(const int32_t* tokens, int64_t count, int64_t width, const T* dout,
                         G* dwte) {
-  constexpr int kMasks = 32;
-  // A bit per token of the stretch being read: whether it is this block's.
-  __shared__ unsigned masks[kMasks];
+  constexpr int kStretch = kWarpSize * kWarpSize;
+  __shared__ unsigned masks[kWarpSize];  // a bit per token: whether it is this block's
+  __shared__ int16_t uses[kStretch];
+  __shared__ int use_count;
   const int64_t row = blockIdx.x;
   const int64_t column = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) *
                          static_cast<int64_t>(kElements);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
   float sum[kElements] = {};
-  for (int64_t begin = 0; begin < count; begin += kMasks * kWarpSize) {
-    __syncthreads();  // the masks before have been read
-    for (int m = warp; m < kMasks; m += warps) {
+  for (int64_t begin = 0; begin < count; begin += kStretch) {
+    for (int m = warp; m < kWarpSize; m += warps) {
       const int64_t n = begin + m * kWarpSize + lane;
       const unsigned mask = __ballot_sync(kAllLanes, n < count && tokens[n] == row);
       if (lane == 0) masks[m] = mask;
     }
+    __syncthreads();  // the masks are there, and the list before has been read
+    if (warp == 0) {
+      const int mine = __popc(masks[lane]);
+      int end = mine;  // of this lane's part of the list
+      for (int offset = 1; offset < kWarpSize; offset *= 2) {
+        const int before = __shfl_up_sync(kAllLanes, end, offset);
+        if (lane >= offset) end += before;
+      }
+      int place = end - mine;
+      for (unsigned mask = masks[lane]; mask != 0; mask &= mask - 1) {
+        uses[place++] = static_cast<int16_t>(lane * kWarpSize + __ffs(static_cast<int>(mask)) - 1);
+      }
+      if (lane == kWarpSize - 1) use_count = end;
+    }
     __syncthreads();
     if (column >= width) continue;
-    for (int m = 0; m < kMasks; ++m) {
-      for (unsigned mask = masks[m]; mask != 0; mask &= mask - 1) {
-        const int64_t n = begin + m * kWarpSize + __ffs(static_cast<int>(mask)) - 1;
-        float values[kElements];
-        Load(dout + n * width + column, values);
+    const T* source = dout + begin * width + column;
+    const int found = use_count;
+#pragma unroll 4
+    for (int i = 0; i < found; ++i) {
+      float values[kElements];
+      Load(source + uses[i] * width, values);
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) sum[i] += values[i];
-      }
+      for (int j = 0; j < kElements; ++j) sum[j] += values[j];
     }
   }
   if (column < width) Store(sum, dwte + row * width + column);
