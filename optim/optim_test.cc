@@ -47,6 +47,10 @@ class ManyAtOnce : public OptimizerKernels {
              const AdamWArguments& arguments) override {
     kernels_->AdamW(stream, std::move(tensors), arguments);
   }
+  void SignMomentum(Stream& stream, std::vector<SignMomentumTensor> tensors,
+                    const SignMomentumArguments& arguments) override {
+    kernels_->SignMomentum(stream, std::move(tensors), arguments);
+  }
   void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
             const RmnpArguments& arguments) override {
     kernels_->Rmnp(stream, std::move(matrices), arguments);
