@@ -22,6 +22,7 @@
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
+#include <sanitizer/lsan_interface.h>
 #endif
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
@@ -62,6 +63,10 @@ struct StackAllocator {
     if (memory == MAP_FAILED) std::abort();
     mprotect(memory, guard, PROT_NONE);
     *bottom = static_cast<char*>(memory) + guard;
+#if defined(__SANITIZE_ADDRESS__)
+    // What a thread that faulted has allocated stays reachable from its stack.
+    __lsan_register_root_region(*bottom, kStackBytes);
+#endif
     boost::context::stack_context context;
     context.size = kStackBytes;
     context.sp = static_cast<char*>(*bottom) + kStackBytes;

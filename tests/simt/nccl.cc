@@ -660,7 +660,10 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t* handle, int ranks, ncclUniqueId 
       world->comms[rank] = comm;
       ++world->arrived;
     }
-    if (!problem.empty()) world->error = ncclInvalidUsage;
+    if (!problem.empty()) {
+      world->error = ncclInvalidUsage;
+      State::Get().last_error = name + problem;
+    }
     *handle = reinterpret_cast<ncclComm_t>(++State::Get().next_handle << 4);
     State::Get().handles[*handle] = comm;
   });
