@@ -336,11 +336,14 @@ absl::Status Hub::CheckLengths(const std::string& name, const Channel& channel) 
 }
 
 void Hub::Fail(const std::string& name, Channel& channel, const absl::Status& why) {
-  // What lasts otherwise, an abort or a rank that left, is told to each call in its own words.
-  if (channel.failure.ok() && aborted_.ok() && channel.left.empty()) channel.failure = why;
   const std::string body = Pack(name, why);
-  for (Connection*& waiting : channel.waiting) {
-    if (waiting != nullptr) Send(*std::exchange(waiting, nullptr), FrameKind::kFailed, body);
+  // What lasts otherwise, an abort or a rank that left, is told to each call in its own words. This
+  // is told to all at once: rank 0, and the hub with it, may be gone before their next call.
+  const bool is_new = channel.failure.ok() && aborted_.ok() && channel.left.empty();
+  if (is_new) channel.failure = why;
+  for (int r = 0; r < world_size_; ++r) {
+    const bool waits = std::exchange(channel.waiting[r], nullptr) != nullptr;
+    if (ranks_[r] != nullptr && (waits || is_new)) Send(*ranks_[r], FrameKind::kFailed, body);
   }
   channel.arrived = 0;
 }
@@ -357,8 +360,12 @@ void Hub::Leave(int rank, const std::string& name) {
 }
 
 void Hub::LeaveAll(int rank) {
-  if (std::find(left_.begin(), left_.end(), rank) == left_.end()) left_.push_back(rank);
+  if (std::find(left_.begin(), left_.end(), rank) != left_.end()) return;
+  left_.push_back(rank);
   for (const auto& entry : channels_) Leave(rank, entry.first);
+  for (Connection* other : ranks_) {
+    if (other != nullptr) Send(*other, FrameKind::kLeft, Pack(rank));
+  }
 }
 
 void Hub::Abort(const absl::Status& why) {

@@ -73,7 +73,7 @@ class Hub {
   absl::Status WhyBroken(const CallName& call, const Channel& channel) const;
   absl::Status Compare(int rank, const std::string& name, const Channel& channel) const;
   absl::Status CheckLengths(const std::string& name, const Channel& channel) const;
-  // Sends `why` to everyone who waits.
+  // The ranks that wait get `why`, and so do all later calls.
   void Fail(const std::string& name, Channel& channel, const absl::Status& why);
   void Leave(int rank, const std::string& name);
   void LeaveAll(int rank);

@@ -116,8 +116,7 @@ class Line {
     std::optional<absl::StatusOr<Result>> answer;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!aborted_.ok()) return aborted_;
-      if (lost_) return LeftError(call, 0);
+      if (lost_) return Lost(call);
       waiting_[offer.channel] = &answer;
     }
     const absl::Status sent = Send(FrameKind::kOffer, Pack(offer));
@@ -126,8 +125,7 @@ class Line {
               [&] { return answer.has_value() || lost_ || !sent.ok(); });
     waiting_.erase(offer.channel);
     if (answer.has_value()) return *std::move(answer);
-    if (!aborted_.ok()) return aborted_;
-    if (lost_ || !sent.ok()) return LeftError(call, 0);
+    if (lost_ || !sent.ok()) return Lost(call);
     return MissingError(call, {0}, rank, timeout);
   }
 
@@ -139,6 +137,15 @@ class Line {
       if (left <= absl::ZeroDuration()) return;
       changed_.wait_for(lock, absl::ToChronoNanoseconds(std::min(left, absl::Hours(1))));
     }
+  }
+
+  // Why the call fails without a hub: what the hub said last, in the order in which it would have
+  // answered.
+  absl::Status Lost(const CallName& call) const {
+    if (const auto failed = failed_.find(call.channel); failed != failed_.end()) {
+      return failed->second;
+    }
+    return aborted_.ok() ? LeftError(call, first_left_.value_or(0)) : aborted_;
   }
 
   void Read() {
@@ -191,7 +198,14 @@ class Line {
       case FrameKind::kFailed: {
         std::string channel;
         const std::optional<absl::Status> why = UnpackStatus(frame.body, &channel);
-        return why.has_value() && !why->ok() && Answer(channel, *why);
+        if (!why.has_value() || why->ok()) return false;
+        failed_.try_emplace(channel, *why);
+        return Answer(channel, *why);
+      }
+      case FrameKind::kLeft: {
+        const std::optional<int> rank = UnpackRank(frame.body, world_size);
+        if (!first_left_.has_value()) first_left_ = rank;
+        return rank.has_value();
       }
       default:
         return false;
@@ -214,6 +228,8 @@ class Line {
   std::condition_variable changed_;
   std::optional<absl::Status> welcome_;
   absl::Status aborted_;
+  std::map<std::string, absl::Status, std::less<>> failed_;  // by channel
+  std::optional<int> first_left_;
   bool lost_ = false;  // nothing more will come
   std::set<std::string, std::less<>> opened_;
   std::map<std::string, std::optional<absl::StatusOr<Result>>*> waiting_;  // by channel

@@ -91,6 +91,12 @@ std::string Pack(absl::string_view channel, const absl::Status& status) {
   return body + Pack(status);
 }
 
+std::string Pack(int rank) {
+  std::string body;
+  Put(body, int64_t{rank});
+  return body;
+}
+
 std::optional<Hello> UnpackHello(absl::string_view body) {
   Reader reader(body);
   const int64_t rank = reader.Number(), world_size = reader.Number();
@@ -145,11 +151,18 @@ std::optional<absl::Status> UnpackStatus(absl::string_view body, std::string* ch
   return TakeStatus(reader);
 }
 
+std::optional<int> UnpackRank(absl::string_view body, int world_size) {
+  Reader reader(body);
+  const int64_t rank = reader.Number();
+  if (!reader.done() || rank < 0 || rank >= world_size) return std::nullopt;
+  return static_cast<int>(rank);
+}
+
 std::optional<Frame> FrameReader::Next() {
   if (bytes_.size() - begin_ < sizeof(Head)) return std::nullopt;
   Head head;
   std::memcpy(&head, bytes_.data() + begin_, sizeof(head));
-  if (head.magic != kMagic || head.kind > static_cast<uint32_t>(FrameKind::kAborted) ||
+  if (head.magic != kMagic || head.kind > static_cast<uint32_t>(FrameKind::kLeft) ||
       head.size > kMaxSize) {
     broken_ = true;
     return std::nullopt;

@@ -24,8 +24,9 @@ enum class FrameKind : uint8_t {
   kWelcome,  // nothing: every rank has come
   kRefused,  // a status: the rank will not be welcomed
   kResult,   // Result
-  kFailed,   // the channel's name and a status: in place of a result
+  kFailed,   // the channel's name and a status: in place of a result, or of all to come
   kAborted,  // a status: of all later calls
+  kLeft,     // a rank, as a number: from all channels
 };
 
 struct Frame {
@@ -66,6 +67,7 @@ std::string Pack(const Offer& offer);
 std::string Pack(const Result& result);
 std::string Pack(const absl::Status& status);
 std::string Pack(absl::string_view channel, const absl::Status& status);
+std::string Pack(int rank);
 
 // Nothing if the body is not what Pack makes. Offers and results are checked to be consistent:
 // lengths are not negative and add up to the data.
@@ -73,6 +75,7 @@ std::optional<Hello> UnpackHello(absl::string_view body);
 std::optional<Offer> UnpackOffer(absl::string_view body, int world_size);
 std::optional<Result> UnpackResult(absl::string_view body, int world_size);
 std::optional<absl::Status> UnpackStatus(absl::string_view body);
+std::optional<int> UnpackRank(absl::string_view body, int world_size);
 // Sets *channel.
 std::optional<absl::Status> UnpackStatus(absl::string_view body, std::string* channel);
 
