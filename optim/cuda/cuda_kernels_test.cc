@@ -59,7 +59,9 @@ struct Side {
   std::unique_ptr<OptimizerKernels> kernels;
 };
 
-// A matrix in an allocation of its own, `shift` elements from its begin.
+// A matrix in an allocation of its own, `shift` elements from its begin. Below, a set of matrices
+// is shifted each in its own way, so that some, or all, or none are where 16 bytes may be read at
+// once.
 class Matrix {
  public:
   Matrix(Side& side, DType type, int64_t rows, int64_t cols, const std::vector<float>& values,
@@ -166,8 +168,8 @@ struct AdamWMatrices {
   AdamWMatrices(Side& side, DType value_type, DType gradient_type, bool copied, int64_t size,
                 uint32_t seed, int shift = 0)
       : value(side, value_type, size, 1, Random(size, seed), shift),
-        gradient(side, gradient_type, size, 1, Random(size, seed + 1), shift),
-        first(side, kF32, size, 1, std::vector<float>(size), shift),
+        gradient(side, gradient_type, size, 1, Random(size, seed + 1), shift / 2),
+        first(side, kF32, size, 1, std::vector<float>(size), shift % 2),
         second(side, kF32, size, 1, std::vector<float>(size), shift),
         copy(side, kBF16, copied ? size : 0, 1, std::vector<float>(copied ? size : 0), shift) {}
 
@@ -320,8 +322,8 @@ struct RmnpMatrices {
                int64_t cols, const std::vector<float>& values, const std::vector<float>& gradients,
                const std::vector<float>& momenta, int shift)
       : value(side, value_type, rows, cols, values, shift),
-        gradient(side, gradient_type, rows, cols, gradients, shift),
-        momentum(side, kF32, rows, cols, momenta, shift),
+        gradient(side, gradient_type, rows, cols, gradients, shift / 2),
+        momentum(side, kF32, rows, cols, momenta, shift % 2),
         copy(side, kBF16, copied ? rows : 0, cols, std::vector<float>(copied ? values.size() : 0),
              shift),
         row_squares(side, kF32, rows, 1, std::vector<float>(rows)) {}
