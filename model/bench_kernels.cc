@@ -14,6 +14,7 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "collectives/dtype.h"
 #include "collectives/steady_clock.h"
@@ -24,7 +25,8 @@
 #include "runtime/host_copy.h"
 #include "runtime/median.h"
 
-ABSL_FLAG(int, threads, 1, "threads of the rank");
+ABSL_FLAG(std::string, device, "cpu", "what computes: cpu or cuda");
+ABSL_FLAG(int, threads, 1, "threads of the rank, on a CPU");
 ABSL_FLAG(int64_t, batch, 1, "sequences per step");
 ABSL_FLAG(int64_t, seq_len, 256, "tokens per sequence");
 ABSL_FLAG(int64_t, layers, 36, "transformer blocks");
@@ -142,11 +144,18 @@ absl::Status Run() {
   if (width % heads != 0) {
     return absl::InvalidArgumentError("--width must be a multiple of --heads");
   }
+  const std::string backend_name = absl::GetFlag(FLAGS_device);
+  if (backend_name != "cpu" && backend_name != "cuda") {
+    return absl::InvalidArgumentError("--device must be cpu or cuda");
+  }
+  const Backend backend = backend_name == "cuda" ? Backend::kCuda : Backend::kCpu;
   const int64_t tokens = batch * seq_len;
 
   DIM0_ASSIGN_OR_RETURN(std::unique_ptr<Device> device,
-                        CreateDevice(Backend::kCpu, absl::GetFlag(FLAGS_threads)));
+                        CreateDevice(backend, absl::GetFlag(FLAGS_threads)));
   std::unique_ptr<Kernels> kernels = CreateKernels(*device);
+  // As in a training run with the default flags.
+  const ModelTypes types = kernels->TypesFor(DefaultParameterDType(backend), DType::kFloat32);
   MeteredStream stream(device->NewStream("compute"));
   Allocator allocator(device.get());
   std::vector<Buffer> buffers;
@@ -159,9 +168,8 @@ absl::Status Run() {
     return buffers.back().data();
   };
   // Values that vary, none of them subnormal.
-  const auto make = [&](int64_t rows, int64_t cols) {
-    const Tensor tensor = {allocate(rows * cols * SizeOf(DType::kFloat32)), DType::kFloat32, rows,
-                           cols};
+  const auto make = [&](DType dtype, int64_t rows, int64_t cols) {
+    const Tensor tensor = {allocate(rows * cols * SizeOf(dtype)), dtype, rows, cols};
     if (!failed.ok()) return tensor;
     std::vector<float> values(tensor.size());
     for (int64_t i = 0; i < tensor.size(); ++i) {
@@ -178,17 +186,33 @@ absl::Status Run() {
     failed.Update(stream.Synchronize());
     return copy;
   };
-  const Tensor x = make(tokens, width), y = make(tokens, width), z = make(tokens, width);
-  const Tensor gain = make(width, 1), bias = make(4 * width, 1), dbias = make(4 * width, 1);
-  const Tensor dgain = make(width, 1);
-  const Tensor mean = make(tokens, 1), rstd = make(tokens, 1);
-  const Tensor qkv = make(tokens, 3 * width), dqkv = make(tokens, 3 * width);
-  const Tensor hidden = make(tokens, 4 * width), dhidden = make(tokens, 4 * width);
-  const Tensor logsumexp = make(batch * heads, seq_len);
-  const Tensor weight = make(4 * width, width), dweight = make(4 * width, width);
-  const Tensor wte = make(vocab, width), dwte = make(vocab, width);
-  const Tensor wpe = make(seq_len, width), dwpe = make(seq_len, width);
-  const Tensor logits = make(tokens, vocab);
+  const auto activation = [&](int64_t rows, int64_t cols) {
+    return make(types.activations, rows, cols);
+  };
+  const auto parameter = [&](int64_t rows, int64_t cols) {
+    return make(types.parameters, rows, cols);
+  };
+  const auto gradient = [&](int64_t rows, int64_t cols) {
+    return make(types.gradients, rows, cols);
+  };
+  const auto statistic = [&](int64_t rows, int64_t cols) {
+    return make(DType::kFloat32, rows, cols);
+  };
+  const Tensor x = activation(tokens, width), y = activation(tokens, width);
+  const Tensor z = activation(tokens, width);
+  const Tensor gain = parameter(width, 1), bias = parameter(4 * width, 1);
+  const Tensor dgain = gradient(width, 1), dbias = gradient(4 * width, 1);
+  const Tensor mean = statistic(tokens, 1), rstd = statistic(tokens, 1);
+  const Tensor qkv = activation(tokens, 3 * width), dqkv = activation(tokens, 3 * width);
+  const Tensor hidden = activation(tokens, 4 * width), dhidden = activation(tokens, 4 * width);
+  const Tensor logsumexp = statistic(batch * heads, seq_len);
+  const Tensor weight = parameter(4 * width, width), dweight = gradient(4 * width, width);
+  const Tensor wte = parameter(vocab, width), dwte = gradient(vocab, width);
+  const Tensor wpe = parameter(seq_len, width), dwpe = gradient(seq_len, width);
+  const Tensor dtable = gradient(tokens, width);
+  const Tensor logits = activation(tokens, vocab);
+  const int64_t workspace_bytes = kernels->WorkspaceBytes(tokens, width, heads);
+  if (workspace_bytes > 0) kernels->SetWorkspace(allocate(workspace_bytes));
   std::vector<int32_t> token_ids(tokens);
   for (int64_t n = 0; n < tokens; ++n) token_ids[n] = (n * 7919) % vocab;
   const int32_t* const ids = make_ids(token_ids);
@@ -197,19 +221,21 @@ absl::Status Run() {
   const int32_t* const own_rows = make_ids(token_ids);
   auto* const loss = static_cast<double*>(allocate(sizeof(double)));
   if (!failed.ok()) return failed;
-  const Tensor bias_width = F32(bias.f32(), width), dbias_width = F32(dbias.f32(), width);
+  const Tensor bias_width = Rows(bias, 0, width), dbias_width = Rows(dbias, 0, width);
 
-  std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  threads %d\n\n",
-              static_cast<long>(batch), static_cast<long>(seq_len), static_cast<long>(layers),
-              static_cast<long>(width), static_cast<long>(heads), static_cast<long>(vocab),
-              absl::GetFlag(FLAGS_threads));
+  std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  %s\n\n", static_cast<long>(batch),
+              static_cast<long>(seq_len), static_cast<long>(layers), static_cast<long>(width),
+              static_cast<long>(heads), static_cast<long>(vocab),
+              backend == Backend::kCuda
+                  ? "cuda"
+                  : absl::StrCat("threads ", absl::GetFlag(FLAGS_threads)).c_str());
   Bench bench(*device, stream, repeats);
   constexpr Write kWrite = Write::kOverwrite;
 
   bench.Report("embedding forward", 1, false,
                [&] { kernels->EmbeddingForward(stream, ids, seq_len, wte, wpe, x); });
   bench.Report("embedding backward", 1, false,
-               [&] { kernels->EmbeddingBackward(stream, own_rows, seq_len, x, y, dwpe); });
+               [&] { kernels->EmbeddingBackward(stream, own_rows, seq_len, x, dtable, dwpe); });
   bench.Report("layer norm forward", 1, false,
                [&] { kernels->LayerNormForward(stream, x, gain, bias_width, y, mean, rstd); });
   bench.Report("add + layer norm forward", 2 * layers, false, [&] {
@@ -225,12 +251,12 @@ absl::Status Run() {
     Tensor in, out;
   };
   const auto weights = [](const Tensor& memory, const Tensor& in, const Tensor& out) {
-    return F32(memory.f32(), out.cols, in.cols);
+    return Tensor{memory.data, memory.dtype, out.cols, in.cols};
   };
   for (const auto& [name, in, out] :
        {Layer{"qkv", x, qkv}, Layer{"attention projection", x, y}, Layer{"mlp in", x, hidden}}) {
     const Tensor w = weights(weight, in, out), dw = weights(dweight, in, out);
-    const Tensor b = F32(bias.f32(), out.cols), db = F32(dbias.f32(), out.cols);
+    const Tensor b = Rows(bias, 0, out.cols), db = Rows(dbias, 0, out.cols);
     const std::string linear = std::string("linear ") + name;
     if (out.data == hidden.data) {
       bench.Report(linear + " + GELU forward", layers, true,
