@@ -1,6 +1,7 @@
 // How fast each kernel is at a model's shapes, and what share of a training step it takes. Rates
-// are set against what the machine does at the same moment: products against the device's own
-// matrix-product rate, everything else against the bandwidth of a triad a = b + s c.
+// are set against what the machine does at the same moment: products and attention against the
+// device's own matrix-product rate, everything else against its bandwidth: that of a triad
+// a = b + s c on a CPU, that of a copy on a GPU.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -14,18 +15,25 @@
 #include "absl/flags/flag.h"
 #include "absl/flags/parse.h"
 #include "absl/flags/usage.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "collectives/dtype.h"
 #include "collectives/steady_clock.h"
 #include "model/kernels.h"
 #include "runtime/allocator.h"
+#include "runtime/bandwidth.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/host_copy.h"
 #include "runtime/median.h"
 
-ABSL_FLAG(std::string, device, "cpu", "what computes: cpu or cuda");
+ABSL_FLAG(std::string, device, "cpu", "what computes: cpu, or cuda (the first NVIDIA GPU)");
+ABSL_FLAG(std::string, dtype, "",
+          "float32 or bfloat16: what parameters are gathered and gradients reduced in; empty: what "
+          "the device computes in fastest");
 ABSL_FLAG(int, threads, 1, "threads of the rank, on a CPU");
 ABSL_FLAG(int64_t, batch, 1, "sequences per step");
 ABSL_FLAG(int64_t, seq_len, 256, "tokens per sequence");
@@ -76,9 +84,9 @@ class Bench {
       return absl::ToDoubleSeconds(SteadyNow() - start) / count;
     };
     stream_.flops = stream_.bytes = 0;
-    const double first = run(1);
+    run(1);  // brings code and caches up
     const double flops = stream_.flops, bytes = stream_.bytes;
-    const int64_t count = std::clamp<int64_t>(0.02 / first, 1, 1000);
+    const int64_t count = std::clamp<int64_t>(0.02 / run(1), 1, 1000);
     std::vector<double> times;
     for (int i = 0; i < repeats_; ++i) times.push_back(run(count));
     return {Median(std::move(times)), flops, bytes};
@@ -92,14 +100,14 @@ class Bench {
       yardstick = device_.MeasureMatMulRate(kDuration);
       rates_.push_back(yardstick);
     } else {
-      const absl::StatusOr<double> triad = device_.MeasureTriadRate(kDuration);
-      DIM0_CHECK(triad.ok());
-      yardstick = *triad;
+      const absl::StatusOr<double> bandwidth = MeasureBandwidth(device_, kDuration);
+      DIM0_CHECK(bandwidth.ok());
+      yardstick = *bandwidth;
     }
     const auto [seconds, flops, bytes] = Measure(op);
     const double work = gemm ? flops : bytes;
     lines_.push_back({what, seconds, calls});
-    std::printf("%-34s %9.3f ms  %7.1f %s  %5.2f of %6.1f\n", what.c_str(), 1e3 * seconds,
+    std::printf("%-34s %9.3f ms  %8.1f %s  %5.2f of %8.1f\n", what.c_str(), 1e3 * seconds,
                 work / seconds / 1e9, gemm ? "GFLOP/s" : "GB/s   ", work / seconds / yardstick,
                 yardstick / 1e9);
     std::fflush(stdout);
@@ -133,6 +141,28 @@ class Bench {
   std::vector<double> rates_;
 };
 
+absl::StatusOr<Backend> BackendFromFlag() {
+  const std::string name = absl::GetFlag(FLAGS_device);
+  if (name != "cpu" && name != "cuda") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device=", name, " is unknown; choose cpu or cuda"));
+  }
+  const Backend backend = name == "cpu" ? Backend::kCpu : Backend::kCuda;
+  const absl::Status usable = CheckBackend(backend);
+  if (usable.ok()) return backend;
+  return absl::Status(usable.code(), absl::StrCat("--device=", name, ": ", usable.message()));
+}
+
+absl::StatusOr<DType> DTypeFromFlag(Backend backend) {
+  const std::string name = absl::GetFlag(FLAGS_dtype);
+  if (name.empty()) return DefaultParameterDType(backend);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    if (name == Name(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("--dtype=", name, " is unknown; choose float32 or bfloat16"));
+}
+
 absl::Status Run() {
   const int64_t batch = absl::GetFlag(FLAGS_batch), seq_len = absl::GetFlag(FLAGS_seq_len);
   const int64_t layers = absl::GetFlag(FLAGS_layers), width = absl::GetFlag(FLAGS_width);
@@ -144,18 +174,14 @@ absl::Status Run() {
   if (width % heads != 0) {
     return absl::InvalidArgumentError("--width must be a multiple of --heads");
   }
-  const std::string backend_name = absl::GetFlag(FLAGS_device);
-  if (backend_name != "cpu" && backend_name != "cuda") {
-    return absl::InvalidArgumentError("--device must be cpu or cuda");
-  }
-  const Backend backend = backend_name == "cuda" ? Backend::kCuda : Backend::kCpu;
   const int64_t tokens = batch * seq_len;
 
+  DIM0_ASSIGN_OR_RETURN(const Backend backend, BackendFromFlag());
+  DIM0_ASSIGN_OR_RETURN(const DType dtype, DTypeFromFlag(backend));
   DIM0_ASSIGN_OR_RETURN(std::unique_ptr<Device> device,
                         CreateDevice(backend, absl::GetFlag(FLAGS_threads)));
   std::unique_ptr<Kernels> kernels = CreateKernels(*device);
-  // As in a training run with the default flags.
-  const ModelTypes types = kernels->TypesFor(DefaultParameterDType(backend), DType::kFloat32);
+  const ModelTypes types = kernels->TypesFor(dtype, dtype);
   MeteredStream stream(device->NewStream("compute"));
   Allocator allocator(device.get());
   std::vector<Buffer> buffers;
@@ -167,24 +193,21 @@ absl::Status Run() {
     buffers.push_back(*std::move(buffer));
     return buffers.back().data();
   };
-  // Values that vary, none of them subnormal.
-  const auto make = [&](DType dtype, int64_t rows, int64_t cols) {
-    const Tensor tensor = {allocate(rows * cols * SizeOf(dtype)), dtype, rows, cols};
-    if (!failed.ok()) return tensor;
-    std::vector<float> values(tensor.size());
-    for (int64_t i = 0; i < tensor.size(); ++i) {
-      values[i] = 0.01f * ((i * 7919) % 201 - 100) + 0.003f;
+  // Values that vary, none of them subnormal, in pieces of whole periods.
+  constexpr int64_t kPeriod = 201;
+  std::vector<float> values(kPeriod * 10'000);
+  for (size_t i = 0; i < values.size(); ++i) {
+    values[i] = 0.01f * static_cast<float>(i * 7919 % kPeriod) - 0.997f;
+  }
+  const auto make = [&](DType type, int64_t rows, int64_t cols) {
+    const Tensor tensor = {allocate(rows * cols * SizeOf(type)), type, rows, cols};
+    const int64_t most = values.size();
+    for (int64_t done = 0; done < tensor.size() && failed.ok(); done += most) {
+      const int64_t count = std::min(most, tensor.size() - done);
+      failed.Update(CopyFloatsFromHost(*device, stream, absl::MakeSpan(values).first(count),
+                                       {tensor.at(done), type, count}));
     }
-    failed.Update(CopyFloatsFromHost(*device, stream, values, tensor));
     return tensor;
-  };
-  const auto make_ids = [&](const std::vector<int32_t>& ids) {
-    const int64_t bytes = ids.size() * sizeof(int32_t);
-    auto* const copy = static_cast<int32_t*>(allocate(bytes));
-    if (!failed.ok()) return copy;
-    device->CopyFromHost(stream, copy, ids.data(), bytes);
-    failed.Update(stream.Synchronize());
-    return copy;
   };
   const auto activation = [&](int64_t rows, int64_t cols) {
     return make(types.activations, rows, cols);
@@ -198,6 +221,14 @@ absl::Status Run() {
   const auto statistic = [&](int64_t rows, int64_t cols) {
     return make(DType::kFloat32, rows, cols);
   };
+  const auto make_ids = [&](const std::vector<int32_t>& ids) {
+    const int64_t bytes = ids.size() * sizeof(int32_t);
+    auto* const copy = static_cast<int32_t*>(allocate(bytes));
+    if (!failed.ok()) return copy;
+    device->CopyFromHost(stream, copy, ids.data(), bytes);
+    failed.Update(stream.Synchronize());
+    return copy;
+  };
   const Tensor x = activation(tokens, width), y = activation(tokens, width);
   const Tensor z = activation(tokens, width);
   const Tensor gain = parameter(width, 1), bias = parameter(4 * width, 1);
@@ -207,12 +238,9 @@ absl::Status Run() {
   const Tensor hidden = activation(tokens, 4 * width), dhidden = activation(tokens, 4 * width);
   const Tensor logsumexp = statistic(batch * heads, seq_len);
   const Tensor weight = parameter(4 * width, width), dweight = gradient(4 * width, width);
-  const Tensor wte = parameter(vocab, width), dwte = gradient(vocab, width);
+  const Tensor wte = parameter(vocab, width), dwte = gradient(std::max(vocab, tokens), width);
   const Tensor wpe = parameter(seq_len, width), dwpe = gradient(seq_len, width);
-  const Tensor dtable = gradient(tokens, width);
   const Tensor logits = activation(tokens, vocab);
-  const int64_t workspace_bytes = kernels->WorkspaceBytes(tokens, width, heads);
-  if (workspace_bytes > 0) kernels->SetWorkspace(allocate(workspace_bytes));
   std::vector<int32_t> token_ids(tokens);
   for (int64_t n = 0; n < tokens; ++n) token_ids[n] = (n * 7919) % vocab;
   const int32_t* const ids = make_ids(token_ids);
@@ -220,22 +248,28 @@ absl::Status Run() {
   std::iota(token_ids.begin(), token_ids.end(), 0);
   const int32_t* const own_rows = make_ids(token_ids);
   auto* const loss = static_cast<double*>(allocate(sizeof(double)));
+  if (const int64_t bytes = kernels->WorkspaceBytes(tokens, width, heads); bytes > 0) {
+    kernels->SetWorkspace(allocate(bytes));
+  }
   if (!failed.ok()) return failed;
   const Tensor bias_width = Rows(bias, 0, width), dbias_width = Rows(dbias, 0, width);
 
-  std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  %s\n\n", static_cast<long>(batch),
+  std::printf("B %ld  T %ld  layers %ld  C %ld  heads %ld  V %ld  ", static_cast<long>(batch),
               static_cast<long>(seq_len), static_cast<long>(layers), static_cast<long>(width),
-              static_cast<long>(heads), static_cast<long>(vocab),
-              backend == Backend::kCuda
-                  ? "cuda"
-                  : absl::StrCat("threads ", absl::GetFlag(FLAGS_threads)).c_str());
+              static_cast<long>(heads), static_cast<long>(vocab));
+  if (backend == Backend::kCpu) std::printf("threads %d  ", absl::GetFlag(FLAGS_threads));
+  std::printf("activations %s\nrates are of a %s's bandwidth, or of the %s rate\n\n",
+              std::string(Name(types.activations)).c_str(),
+              std::string(BandwidthName(backend)).c_str(),
+              std::string(device->matmul_name()).c_str());
   Bench bench(*device, stream, repeats);
   constexpr Write kWrite = Write::kOverwrite;
 
   bench.Report("embedding forward", 1, false,
                [&] { kernels->EmbeddingForward(stream, ids, seq_len, wte, wpe, x); });
-  bench.Report("embedding backward", 1, false,
-               [&] { kernels->EmbeddingBackward(stream, own_rows, seq_len, x, dtable, dwpe); });
+  bench.Report("embedding backward", 1, false, [&] {
+    kernels->EmbeddingBackward(stream, own_rows, seq_len, x, Rows(dwte, 0, tokens), dwpe);
+  });
   bench.Report("layer norm forward", 1, false,
                [&] { kernels->LayerNormForward(stream, x, gain, bias_width, y, mean, rstd); });
   bench.Report("add + layer norm forward", 2 * layers, false, [&] {
@@ -277,8 +311,9 @@ absl::Status Run() {
   });
   bench.Report("head forward", 1, true,
                [&] { kernels->LinearForward(stream, x, wte, Tensor{}, logits); });
-  bench.Report("head backward", 1, true,
-               [&] { kernels->LinearBackward(stream, logits, x, wte, z, dwte, Tensor{}, kWrite); });
+  bench.Report("head backward", 1, true, [&] {
+    kernels->LinearBackward(stream, logits, x, wte, z, Rows(dwte, 0, vocab), Tensor{}, kWrite);
+  });
 
   const AttentionShape shape{batch, seq_len, heads};
   bench.Report("attention forward", layers, true,

@@ -35,7 +35,7 @@ absl::StatusOr<std::unique_ptr<Optimizer>> CreateOptimizer(
   if (config.name == "rmnp") {
     matrices = std::make_unique<Rmnp>(config.rmnp, kernels, stream);
   } else if (config.name == "sign_momentum") {
-    matrices = std::make_unique<SignMomentum>(config.sign_momentum, device, stream);
+    matrices = std::make_unique<SignMomentum>(config.sign_momentum, kernels, stream);
   } else {
     DIM0_CHECK(config.name == "muon");
     matrices = std::make_unique<Muon>(config.muon, kernels, device, group);

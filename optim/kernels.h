@@ -35,6 +35,16 @@ struct AdamWArguments {
   const float* gradient_scale;
 };
 
+// All of one shape, but for a `copy` without rows; any may be empty.
+struct SignMomentumTensor {
+  Tensor value, gradient, momentum;
+  Tensor copy = {};
+};
+struct SignMomentumArguments {
+  double lr, momentum, weight_decay;
+  const float* gradient_scale;
+};
+
 // Rows of one matrix, or the same part of some of its rows; `scale` multiplies lr in the update but
 // not in the decay.
 struct RmnpTensor {
@@ -59,6 +69,12 @@ class OptimizerKernels {
   // W (1 - lr wd) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). One op for all tensors.
   virtual void AdamW(Stream& stream, std::vector<AdamWTensor> tensors,
                      const AdamWArguments& arguments) = 0;
+
+  // Bernstein et al., "signSGD: compressed optimisation for non-convex problems", algorithm 2
+  // ("Signum"), with decoupled weight decay: V <- mu V + (1 - mu) G; W <- W (1 - lr wd) - lr
+  // sign(V), where sign(0) is 0. One op for all tensors.
+  virtual void SignMomentum(Stream& stream, std::vector<SignMomentumTensor> tensors,
+                            const SignMomentumArguments& arguments) = 0;
 
   // Deng et al., "RMNP: row-momentum normalized preconditioning". V <- mu V + G; U = G + mu V (or V
   // without Nesterov); W <- W (1 - lr wd) - lr scale U_i / max(||U_i||, eps)^(1 - power), row by

@@ -3,11 +3,11 @@
 // W <- W (1 - lr wd) - lr sign(V). Elementwise, so it works on shards as they are and sends
 // nothing.
 //
-// It is also the skeleton of a new optimizer: the whole of one, its kernel included, in this file.
+// It is also the skeleton of a new optimizer: all of it but the arithmetic, which each backend has
+// behind OptimizerKernels.
 #ifndef DIM0_OPTIM_SIGN_MOMENTUM_H_
 #define DIM0_OPTIM_SIGN_MOMENTUM_H_
 
-#include <cmath>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -15,10 +15,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "collectives/dtype.h"
+#include "optim/kernels.h"
 #include "optim/state.h"
 #include "runtime/check.h"
-#include "runtime/device.h"
 #include "runtime/optimizer.h"
 
 namespace dim0 {
@@ -31,17 +30,13 @@ struct SignMomentumConfig {
 
 class SignMomentum : public Optimizer {
  public:
-  // All its work runs on `stream`, a stream of `device`.
-  SignMomentum(const SignMomentumConfig& config, const Device& device,
+  // All its work runs on `stream`.
+  SignMomentum(const SignMomentumConfig& config, std::shared_ptr<OptimizerKernels> kernels,
                std::shared_ptr<Stream> stream)
-      : config_(config), backend_(device.backend()), stream_(std::move(stream)) {}
+      : config_(config), kernels_(std::move(kernels)), stream_(std::move(stream)) {}
 
-  // Error: Unimplemented on a device for which there is no kernel below.
   absl::Status Plan(const ParameterTable& table, absl::Span<const int> ids,
                     const OptimizerResources& resources) override {
-    if (backend_ != Backend::kCpu) {
-      return absl::UnimplementedError("sign_momentum has a kernel for the CPU only");
-    }
     StateLayout layout(resources);
     for (const int id : ids) momenta_[id] = layout.Add(table[id].spec);
     DIM0_ASSIGN_OR_RETURN(state_, layout.Allocate());
@@ -50,13 +45,22 @@ class SignMomentum : public Optimizer {
   }
 
   absl::Status Update(const Unit& unit, const StepParams& params, const Event& ready) override {
-    stream_->Wait(ready);
+    std::vector<SignMomentumTensor> tensors;
     for (const ParameterShard& shard : unit.parameters) {
       // A rank may hold no rows of a parameter, and SplitOptimizer may route it elsewhere.
       const auto momentum = momenta_.find(shard.id);
       if (momentum == momenta_.end() || shard.value.size() == 0) continue;
-      EnqueueKernel(shard, momentum->second, config_.lr * params.lr_scale, params.gradient_scale);
+      tensors.push_back({.value = shard.value,
+                         .gradient = shard.gradient,
+                         .momentum = momentum->second,
+                         .copy = shard.copy});
     }
+    stream_->Wait(ready);
+    kernels_->SignMomentum(*stream_, std::move(tensors),
+                           {.lr = config_.lr * params.lr_scale,
+                            .momentum = config_.momentum,
+                            .weight_decay = config_.weight_decay,
+                            .gradient_scale = params.gradient_scale});
     updated_[unit.index] = stream_->Record();
     return absl::OkStatus();
   }
@@ -77,48 +81,8 @@ class SignMomentum : public Optimizer {
   }
 
  private:
-  // The op runs later, on the stream's worker thread, where the CPU's device memory can be touched.
-  // On a GPU the same op would launch a kernel on context.native_stream; then, and to run on all
-  // threads of a rank, it moves behind OptimizerKernels.
-  void EnqueueKernel(const ParameterShard& shard, const Tensor& momentum, double lr,
-                     const float* gradient_scale) {
-    const double bytes = 2.0 * shard.value.bytes() + shard.copy.bytes() + shard.gradient.bytes() +
-                         2.0 * momentum.bytes();
-    stream_->Enqueue({.name = "sign_momentum",
-                      .kind = OpKind::kOptimizer,
-                      .flops = 6.0 * shard.value.size(),
-                      .bytes = bytes},
-                     [this, shard, momentum, lr, gradient_scale](const OpContext& /*context*/) {
-                       // Not finite when the step's gradients are not: leave no trace of them.
-                       if (!std::isfinite(*gradient_scale)) return absl::OkStatus();
-                       // Parameters and gradients are float32 or bfloat16.
-                       WithElements(shard.value, [&](auto* value) {
-                         WithElements(shard.gradient, [&](const auto* gradient) {
-                           RunKernel(value, static_cast<BFloat16*>(shard.copy.data), gradient,
-                                     momentum, lr, *gradient_scale);
-                         });
-                       });
-                       return absl::OkStatus();
-                     });
-  }
-
-  template <typename Value, typename Gradient>
-  void RunKernel(Value* w, BFloat16* copy, const Gradient* g, const Tensor& momentum, double lr,
-                 float gradient_scale) const {
-    float* const v = momentum.f32();
-    const auto mu = static_cast<float>(config_.momentum);
-    const auto keep = static_cast<float>(1 - lr * config_.weight_decay);
-    for (int64_t i = 0; i < momentum.size(); ++i) {
-      v[i] = mu * v[i] + (1 - mu) * (gradient_scale * static_cast<float>(g[i]));
-      const auto sign = static_cast<float>((v[i] > 0) - (v[i] < 0));
-      const float updated = keep * static_cast<float>(w[i]) - static_cast<float>(lr) * sign;
-      w[i] = static_cast<Value>(updated);
-      if (copy != nullptr) copy[i] = BFloat16(updated);
-    }
-  }
-
   const SignMomentumConfig config_;
-  const Backend backend_;
+  const std::shared_ptr<OptimizerKernels> kernels_;
   const std::shared_ptr<Stream> stream_;
   Buffer state_;
   std::map<int, Tensor> momenta_;  // by parameter

@@ -4,11 +4,16 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <random>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "collectives/dtype.h"
+#include "optim/kernels.h"
 #include "runtime/allocator.h"
 #include "runtime/device.h"
 #include "runtime/sharding.h"
@@ -55,7 +60,8 @@ Parameters RunSteps(int world_size, int steps, float gradient_scale) {
   for (int rank = 0; rank < world_size; ++rank) {
     const auto device = *CreateDevice(Backend::kCpu, 1);
     Allocator allocator(device.get());
-    SignMomentum optimizer(kConfig, *device, device->NewStream("optimizer"));
+    SignMomentum optimizer(kConfig, CreateOptimizerKernels(*device),
+                           device->NewStream("optimizer"));
     std::vector<int> ids(table.size());
     for (int id = 0; id < table.size(); ++id) ids[id] = id;
     EXPECT_TRUE(optimizer.Plan(table, ids, {&allocator, rank, world_size, {0, 1}}).ok());
@@ -154,12 +160,106 @@ TEST(SignMomentum, AZeroMomentumTakesNoStep) {
   }
 }
 
+// A tensor of the kernel's, in any types.
+template <typename Value, typename Gradient>
+struct Typed {
+  std::vector<Value> value;
+  std::vector<Gradient> gradient;
+  Values momentum;
+  std::vector<BFloat16> copy;
+
+  // Sizes of which some are several threads' work.
+  static std::vector<Typed> Several() {
+    std::vector<Typed> tensors;
+    for (const int64_t size : {0, 3, 70'001, 1, 50'000}) {
+      Typed tensor;
+      for (const float value : Random(size, 1)) tensor.value.push_back(Value(value));
+      for (const float value : Random(size, 2)) tensor.gradient.push_back(Gradient(value));
+      tensor.momentum = Random(size, 3);
+      tensor.copy.resize(size);
+      tensors.push_back(std::move(tensor));
+    }
+    return tensors;
+  }
+};
+
+template <typename T>
+Tensor TensorOf(std::vector<T>& values) {
+  return {values.data(), std::is_same_v<T, float> ? DType::kFloat32 : DType::kBFloat16,
+          static_cast<int64_t>(values.size()), 1};
+}
+
+constexpr float kScale = 0.5f;
+
+template <typename Value, typename Gradient>
+std::vector<Typed<Value, Gradient>> Updated(int threads, bool copied) {
+  auto tensors = Typed<Value, Gradient>::Several();
+  const auto device = *CreateDevice(Backend::kCpu, threads);
+  const auto kernels = CreateOptimizerKernels(*device);
+  const auto stream = device->NewStream("optimizer");
+  std::vector<SignMomentumTensor> arguments;
+  for (auto& tensor : tensors) {
+    arguments.push_back({.value = TensorOf(tensor.value),
+                         .gradient = TensorOf(tensor.gradient),
+                         .momentum = TensorOf(tensor.momentum),
+                         .copy = copied ? TensorOf(tensor.copy) : Tensor{}});
+  }
+  kernels->SignMomentum(*stream, std::move(arguments),
+                        {.lr = kConfig.lr,
+                         .momentum = kConfig.momentum,
+                         .weight_decay = kConfig.weight_decay,
+                         .gradient_scale = &kScale});
+  EXPECT_TRUE(stream->Synchronize().ok());
+  return tensors;
+}
+
+// `rounding`: half a unit in the last place of Value at 1.
+template <typename Value, typename Gradient>
+void ExpectKernelAgreesWithFloat64(double rounding, bool copied) {
+  const auto before = Typed<Value, Gradient>::Several();
+  const auto after = Updated<Value, Gradient>(3, copied);
+  for (size_t t = 0; t < before.size(); ++t) {
+    for (size_t i = 0; i < before[t].value.size(); ++i) {
+      const double g = kScale * static_cast<double>(static_cast<float>(before[t].gradient[i]));
+      const double v = kConfig.momentum * before[t].momentum[i] + (1 - kConfig.momentum) * g;
+      const double w =
+          static_cast<float>(before[t].value[i]) * (1 - kConfig.lr * kConfig.weight_decay) -
+          kConfig.lr * (v > 0 ? 1 : -1);
+      ASSERT_NEAR(after[t].momentum[i], v, 1e-6) << t << ", " << i;
+      ASSERT_NEAR(static_cast<float>(after[t].value[i]), w, rounding * std::abs(w) + 1e-6)
+          << t << ", " << i;
+      const double rounded = copied ? w : 0;
+      ASSERT_NEAR(static_cast<float>(after[t].copy[i]), rounded, 0x1p-8 * std::abs(rounded) + 1e-6)
+          << t << ", " << i;
+    }
+  }
+}
+
+TEST(SignMomentum, TheKernelAgreesWithFloat64InEveryType) {
+  ExpectKernelAgreesWithFloat64<float, float>(0x1p-24, false);
+  ExpectKernelAgreesWithFloat64<float, float>(0x1p-24, true);
+  ExpectKernelAgreesWithFloat64<float, BFloat16>(0x1p-24, true);
+  ExpectKernelAgreesWithFloat64<BFloat16, float>(0x1p-8, false);
+  ExpectKernelAgreesWithFloat64<BFloat16, BFloat16>(0x1p-8, false);
+}
+
+TEST(SignMomentum, IsTheSameToTheBitOnAnyNumberOfThreads) {
+  const auto one = Updated<float, float>(1, false);
+  for (const int threads : {2, 3, 4}) {
+    const auto many = Updated<float, float>(threads, false);
+    for (size_t t = 0; t < one.size(); ++t) {
+      EXPECT_EQ(many[t].value, one[t].value) << threads;
+      EXPECT_EQ(many[t].momentum, one[t].momentum) << threads;
+    }
+  }
+}
+
 TEST(SignMomentum, RanksThatPlanDifferentRunsHashDifferently) {
   const ParameterTable table(Units());
   const auto hash = [&](const SignMomentumConfig& config, const std::vector<int>& ids, int rank) {
     const auto device = *CreateDevice(Backend::kCpu, 1);
     Allocator plan = Allocator::ForPlan();
-    SignMomentum optimizer(config, *device, device->NewStream("optimizer"));
+    SignMomentum optimizer(config, CreateOptimizerKernels(*device), device->NewStream("optimizer"));
     EXPECT_TRUE(optimizer.Plan(table, ids, {&plan, rank, 2, {0, 1}}).ok());
     return optimizer.PlanHash();
   };

@@ -1,9 +1,9 @@
 #include "optim/cpu/adamw.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "optim/cpu/tensor_ranges.h"
 #include "runtime/cpu/elements.h"
 
 namespace dim0::cpu {
@@ -74,22 +74,11 @@ void UpdateRange(const AdamWTensor& tensor, const Coefficients& c, float keep, i
 void UpdateAdamW(ThreadPool& pool, const std::vector<AdamWTensor>& tensors,
                  const AdamWArguments& arguments) {
   const Coefficients coefficients = CoefficientsOf(arguments);
-  int64_t elements = 0;
-  for (const AdamWTensor& tensor : tensors) elements += tensor.value.size();
-  // One parallel loop over the elements of all tensors: a model has hundreds of vectors that are
-  // too small to wake a thread for.
-  pool.ParallelFor(elements, kGrain, [&](int64_t begin, int64_t end) {
-    int64_t first = 0;
-    for (const AdamWTensor& tensor : tensors) {
-      const int64_t size = tensor.value.size();
-      const int64_t from = std::max<int64_t>(begin - first, 0), to = std::min(end - first, size);
-      if (from < to) {
+  ForEachTensorRange(
+      pool, tensors, kGrain, [&](const AdamWTensor& tensor, int64_t begin, int64_t end) {
         UpdateRange(tensor, coefficients,
-                    static_cast<float>(1 - arguments.lr * tensor.weight_decay), from, to);
-      }
-      first += size;
-    }
-  });
+                    static_cast<float>(1 - arguments.lr * tensor.weight_decay), begin, end);
+      });
 }
 
 }  // namespace dim0::cpu

@@ -9,6 +9,7 @@
 #include "collectives/dtype.h"
 #include "optim/cpu/adamw.h"
 #include "optim/cpu/rmnp.h"
+#include "optim/cpu/sign_momentum.h"
 #include "runtime/cpu/elements.h"
 #include "runtime/cpu/gemm.h"
 
@@ -55,6 +56,21 @@ class CpuOptimizerKernels : public OptimizerKernels {
                    [this, tensors = std::move(tensors), arguments](const OpContext&) {
                      if (std::isfinite(*arguments.gradient_scale)) {
                        UpdateAdamW(pool_, tensors, arguments);
+                     }
+                     return absl::OkStatus();
+                   });
+  }
+
+  void SignMomentum(Stream& stream, std::vector<SignMomentumTensor> tensors,
+                    const SignMomentumArguments& arguments) override {
+    const double elements = Elements(tensors);
+    stream.Enqueue({.name = "sign_momentum",
+                    .kind = OpKind::kOptimizer,
+                    .flops = 6 * elements,
+                    .bytes = ValueBytes(tensors) + 8 * elements},
+                   [this, tensors = std::move(tensors), arguments](const OpContext&) {
+                     if (std::isfinite(*arguments.gradient_scale)) {
+                       UpdateSignMomentum(pool_, tensors, arguments);
                      }
                      return absl::OkStatus();
                    });

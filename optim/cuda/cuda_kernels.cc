@@ -109,6 +109,39 @@ class CudaOptimizerKernels : public OptimizerKernels {
         });
   }
 
+  void SignMomentum(Stream& stream, std::vector<SignMomentumTensor> tensors,
+                    const SignMomentumArguments& arguments) override {
+    OpInfo info = {.name = "sign_momentum", .kind = OpKind::kOptimizer};
+    for (const SignMomentumTensor& tensor : tensors) {
+      info.flops += 6.0 * tensor.value.size();
+      info.bytes += 2.0 * (tensor.value.bytes() + tensor.momentum.bytes()) +
+                    tensor.gradient.bytes() + tensor.copy.bytes();
+    }
+    stream.Enqueue(std::move(info),
+                   [tensors = std::move(tensors), arguments](const OpContext& context) {
+                     const auto rounded = [](double value) { return static_cast<float>(value); };
+                     const SignMomentumCoefficients coefficients = {
+                         .momentum = rounded(arguments.momentum),
+                         .fresh = rounded(1 - arguments.momentum),
+                         .lr = rounded(arguments.lr),
+                         .keep = rounded(1 - arguments.lr * arguments.weight_decay)};
+                     const cudaError_t error = ForEachTypes<SignMomentumItem>(
+                         tensors,
+                         [&](const SignMomentumTensor& tensor) {
+                           return SignMomentumItem{.value = tensor.value.data,
+                                                   .gradient = tensor.gradient.data,
+                                                   .momentum = tensor.momentum.f32(),
+                                                   .copy = CopyOf(tensor.copy, tensor.value),
+                                                   .size = tensor.value.size()};
+                         },
+                         [&](ValueTypes types, const std::vector<SignMomentumItem>& items) {
+                           return LaunchSignMomentum(types, items, coefficients,
+                                                     arguments.gradient_scale, StreamOf(context));
+                         });
+                     return ToStatus(error, "sign_momentum");
+                   });
+  }
+
   void Rmnp(Stream& stream, std::vector<RmnpTensor> matrices,
             const RmnpArguments& arguments) override {
     EnqueueRmnp(stream, RmnpPhase::kUpdate, std::move(matrices), arguments);

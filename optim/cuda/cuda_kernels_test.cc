@@ -258,6 +258,58 @@ TEST_F(CudaOptimizerKernelsTest, AdamWsResultDependsNeitherOnThePlaceNorOnTheRun
   EXPECT_EQ(updated(2, 5), expected);
 }
 
+// What one tensor of sign momentum is, on one side.
+struct SignMomentumMatrices {
+  SignMomentumMatrices(Side& side, DType value_type, DType gradient_type, bool copied, int64_t size,
+                       uint32_t seed, int shift)
+      : value(side, value_type, size, 1, Random(size, seed), shift),
+        gradient(side, gradient_type, size, 1, Random(size, seed + 1), shift),
+        momentum(side, kF32, size, 1, Random(size, seed + 2), shift),
+        copy(side, kBF16, copied ? size : 0, 1, std::vector<float>(copied ? size : 0), shift) {}
+
+  SignMomentumTensor tensor() const {
+    return {.value = value.tensor(),
+            .gradient = gradient.tensor(),
+            .momentum = momentum.tensor(),
+            .copy = copy.tensor()};
+  }
+  std::vector<std::vector<float>> Get() const { return {value.Get(), momentum.Get(), copy.Get()}; }
+
+  Matrix value, gradient, momentum, copy;
+};
+
+SignMomentumArguments SignMomentumStep(const Matrix& scale) {
+  return {.lr = kLr, .momentum = 0.9, .weight_decay = 0.1, .gradient_scale = scale.tensor().f32()};
+}
+
+// No operation here but sums and products, which round alike everywhere.
+TEST_F(CudaOptimizerKernelsTest, SignMomentumDoesTheCpusStepsToTheBitInEveryTypeAndSize) {
+  for (const auto& [value_type, gradient_type, copied] : {std::tuple{kF32, kF32, false},
+                                                          {kF32, kF32, true},
+                                                          {kF32, kBF16, true},
+                                                          {kBF16, kF32, false},
+                                                          {kBF16, kBF16, false}}) {
+    std::vector<std::vector<std::vector<float>>> results[2];
+    for (Side* side : {&cpu_, &gpu_}) {
+      std::vector<std::unique_ptr<SignMomentumMatrices>> matrices;
+      // More tensors than one launch takes.
+      for (int i = 0; i < 140; ++i) {
+        const int64_t size = std::vector<int64_t>{3, 0, 1, 4, 1000, 4097, 9001}[i % 7];
+        matrices.push_back(std::make_unique<SignMomentumMatrices>(*side, value_type, gradient_type,
+                                                                  copied, size, 10 * i, i % 3));
+      }
+      const Matrix scale(*side, kF32, 1, 1, {0.5f});
+      for (int step = 1; step <= 3; ++step) {
+        std::vector<SignMomentumTensor> tensors;
+        for (const auto& m : matrices) tensors.push_back(m->tensor());
+        side->kernels->SignMomentum(*side->stream, tensors, SignMomentumStep(scale));
+      }
+      for (const auto& m : matrices) results[side == &gpu_].push_back(m->Get());
+    }
+    EXPECT_EQ(results[1], results[0]);
+  }
+}
+
 // What one matrix of RMNP is, on one side.
 struct RmnpMatrices {
   RmnpMatrices(Side& side, DType value_type, DType gradient_type, bool copied, int64_t rows,
@@ -475,8 +527,10 @@ TEST_F(CudaOptimizerKernelsTest, AScaleThatIsNotFiniteChangesNothing) {
     RmnpMatrices rmnp(gpu_, kF32, kF32, true, 3, 3000, 1);
     Matrix out(gpu_, kBF16, 3, 3000, std::vector<float>(9000, 2.0f));
     rmnp.row_squares.Set({1, 2, 3});
-    const auto adamw_before = adamw.Get(), rmnp_before = rmnp.Get();
+    SignMomentumMatrices sign(gpu_, kF32, kF32, true, 1000, 1, 0);
+    const auto adamw_before = adamw.Get(), rmnp_before = rmnp.Get(), sign_before = sign.Get();
     gpu_.kernels->AdamW(*gpu_.stream, {adamw.tensor()}, AdamWStep(1, scale));
+    gpu_.kernels->SignMomentum(*gpu_.stream, {sign.tensor()}, SignMomentumStep(scale));
     gpu_.kernels->Rmnp(*gpu_.stream, {rmnp.tensor()}, RmnpStep(scale));
     gpu_.kernels->RmnpRowSquares(*gpu_.stream, {rmnp.tensor()}, RmnpStep(scale));
     gpu_.kernels->RmnpApply(*gpu_.stream, {rmnp.tensor()}, RmnpStep(scale));
@@ -485,6 +539,7 @@ TEST_F(CudaOptimizerKernelsTest, AScaleThatIsNotFiniteChangesNothing) {
     gpu_.kernels->ApplyUpdate(*gpu_.stream, rmnp.value.tensor(), rmnp.copy.tensor(), out.tensor(),
                               0.1f, 0.1f, s);
     EXPECT_EQ(adamw.Get(), adamw_before);
+    EXPECT_EQ(sign.Get(), sign_before);
     EXPECT_EQ(rmnp.Get(), rmnp_before);
     EXPECT_EQ(rmnp.row_squares.Get(), std::vector<float>({1, 2, 3}));
     EXPECT_EQ(out.Get(), std::vector<float>(9000, 2.0f));

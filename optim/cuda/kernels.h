@@ -46,6 +46,25 @@ cudaError_t LaunchAdamW(ValueTypes types, std::span<const AdamWItem> items,
                         const AdamWCoefficients& coefficients, const float* gradient_scale,
                         cudaStream_t stream);
 
+struct SignMomentumItem {
+  void* value;
+  const void* gradient;
+  float* momentum;
+  __nv_bfloat16* copy;  // gets the new value, rounded; or null
+  int64_t size;
+};
+struct SignMomentumCoefficients {
+  float momentum, fresh;  // fresh: 1 - momentum
+  float lr;
+  float keep;  // 1 - lr wd
+};
+
+// See OptimizerKernels::SignMomentum. As many launches as the kernel's parameters take to describe
+// the items: one up to 64 of them.
+cudaError_t LaunchSignMomentum(ValueTypes types, std::span<const SignMomentumItem> items,
+                               const SignMomentumCoefficients& coefficients,
+                               const float* gradient_scale, cudaStream_t stream);
+
 struct RmnpItem {
   void* value;
   const void* gradient;

@@ -2,6 +2,7 @@
 
 #include <nvtx3/nvToolsExt.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -183,26 +184,31 @@ void CudaStream::Collect() {
   }
 }
 
+absl::Time CudaStream::TimeOf(const TimedEvent& event) {
+  reported_ = std::max(reported_, event.time());
+  return reported_;
+}
+
 void CudaStream::Report(PendingOp& pending) {
-  pending.op.begin = pending.begin->time();
-  pending.op.end = pending.end->time();
+  pending.op.begin = TimeOf(*pending.begin);
+  pending.op.end = TimeOf(*pending.end);
   record_->Add(std::move(pending.op));
 }
 
 void CudaStream::Report(PendingWait& pending) {
-  const absl::Time begin = pending.begin->time();
+  const absl::Time begin = TimeOf(*pending.begin), end = TimeOf(*pending.end);
   const EventPoint* last = pending.event.points().front().get();
   for (const auto& point : pending.event.points()) {
     if (point->time() > last->time()) last = point.get();
   }
   // Without waiting there is nothing to tell.
   if (last->time() > begin) {
-    record_->Add(RecordedWait{pending.step, begin, pending.end->time(), last->trace_point()});
+    record_->Add(RecordedWait{pending.step, begin, end, last->trace_point()});
   }
 }
 
 void CudaStream::Report(PendingMemory& pending) {
-  pending.memory.time = pending.end->time();
+  pending.memory.time = TimeOf(*pending.end);
   record_->Add(std::move(pending.memory));
 }
 

@@ -85,6 +85,9 @@ class CudaStream : public Stream {
   bool recording() const { return record_ != nullptr && record_->recording(); }
   // A point of this stream; null if the stream has failed, or fails with this.
   std::shared_ptr<TimedEvent> Mark();
+  // When the event passed, but no earlier than what has been reported of the stream: times from
+  // different anchors may differ by what the anchors are inexact.
+  absl::Time TimeOf(const TimedEvent& event);
   void Report(PendingOp& pending);
   void Report(PendingWait& pending);
   void Report(PendingMemory& pending);
@@ -96,6 +99,7 @@ class CudaStream : public Stream {
   absl::Status status_;  // of the first op that failed; later ops are skipped
   int64_t last_op_ = 0;  // the last one enqueued that is recorded
   std::deque<Pending> pending_;
+  absl::Time reported_ = absl::InfinitePast();  // up to when
 };
 
 }  // namespace dim0::cuda
