@@ -1,5 +1,6 @@
 // Cross-entropy over rows of any length: a vocabulary such as 50257 leaves no two rows alike in
 // alignment, so each row is read in 16-byte packs between its own ends.
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 
@@ -10,7 +11,7 @@
 namespace dim0::cuda {
 namespace {
 
-constexpr int kThreads = 1024;
+constexpr int kMaxThreads = 1024;
 constexpr int32_t kIgnored = -1;
 
 // Calls visit(values, first column) for this thread's part of the row: single elements up to the
@@ -48,7 +49,7 @@ __device__ float BlockMax(float value) {
 
 // A block has a row, and writes its loss.
 template <bool kGradient, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     CrossEntropyKernel(T* logits, const int32_t* targets, int64_t cols, float scale,
                        double* losses) {
   const int64_t n = blockIdx.x;
@@ -100,12 +101,19 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // One block: *loss_sum += losses.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMaxThreads)
     LossSumKernel(const double* losses, int64_t count, double* loss_sum) {
   double sum = 0;
-  for (int64_t n = threadIdx.x; n < count; n += kThreads) sum += losses[n];
+  for (int64_t n = threadIdx.x; n < count; n += blockDim.x) sum += losses[n];
   sum = BlockSum(sum);
   if (threadIdx.x == 0) *loss_sum += sum;
+}
+
+// A thread for each vector of elements; whole warps, which have more than the ends of a row need.
+dim3 ThreadsFor(int64_t count, int elements) {
+  const int64_t warps = CeilDivide(CeilDivide(count, elements), kWarpSize);
+  return dim3(
+      static_cast<unsigned>(std::clamp<int64_t>(warps * kWarpSize, kWarpSize, kMaxThreads)));
 }
 
 }  // namespace
@@ -118,11 +126,11 @@ cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t row
   const cudaError_t error = WithElementType(logits.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(write_gradient ? CrossEntropyKernel<true, T> : CrossEntropyKernel<false, T>,
-                  dim3(static_cast<unsigned>(rows)), dim3(kThreads), 0, stream, As<T>(logits),
-                  targets, cols, scale, losses);
+                  dim3(static_cast<unsigned>(rows)), ThreadsFor(cols, kVector<T>), 0, stream,
+                  As<T>(logits), targets, cols, scale, losses);
   });
   if (error != cudaSuccess) return error;
-  return Launch(LossSumKernel, dim3(1), dim3(kThreads), 0, stream, losses, rows, loss_sum);
+  return Launch(LossSumKernel, dim3(1), ThreadsFor(rows, 1), 0, stream, losses, rows, loss_sum);
 }
 
 }  // namespace dim0::cuda
