@@ -132,7 +132,7 @@ readonly END=$((SECONDS + seconds - 8))
 count_gpus() {
   if [[ -n "${emulated}" ]]; then
     echo "${DIM0_SIMT_DEVICES:-4}"
-  elif [[ -n "${CUDA_VISIBLE_DEVICES:-}" ]]; then
+  elif [[ -n "${CUDA_VISIBLE_DEVICES+set}" ]]; then
     tr , '\n' <<<"${CUDA_VISIBLE_DEVICES}" | grep -c .
   elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     nvidia-smi -L | grep -c '^GPU'
@@ -252,7 +252,7 @@ run_test() {
   failed="$(count_lines '^\[ *FAILED *\] .* ms)' "${log}")"
   skipped="$(count_lines '^\[ *SKIPPED *\] .* ms)' "${log}")"
   # What was skipped has not passed; nor does it fail the whole: it may need more GPUs.
-  [[ "${result}" != passed || "${passed:-0}" != 0 ]] || result="skipped"
+  [[ "${result}" != passed ]] || ((passed > 0)) || result="skipped"
   say "$(printf '  %-44s %-20s %d passed, %d failed, %d skipped' "${name}" "${result}" \
     "${passed:-0}" "${failed:-0}" "${skipped:-0}")"
   [[ -e "${log}" ]] || return 0
@@ -332,7 +332,7 @@ weight_left=$((weight_left + 1 + ${#rank_counts[@]} * (${#optimizers[@]} * 12 + 
 
 say "$(tr '\n' ' ' <"${here}/PACKED" 2>/dev/null || true)"
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null | tee -a "${table}" || true
-nccl="$(ldd "${here}/bin/train" | awk '/libnccl/ { print $3 }')"
+nccl="$(ldd "${here}/bin/train" 2>/dev/null | awk '/libnccl/ { print $3 }' || true)"
 if [[ -n "${nccl}" ]]; then
   say "$(grep -a -m 1 -o 'NCCL version [0-9][0-9.]*+cuda[0-9.]*' "${nccl}" | head -n 1 || true) (${nccl})"
 fi
