@@ -41,6 +41,8 @@ int64_t FloatBytes(int64_t floats) { return floats * static_cast<int64_t>(sizeof
 class NoArithmetic : public OptimizerKernels {
  public:
   void AdamW(Stream&, std::vector<AdamWTensor>, const AdamWArguments&) override {}
+  void SignMomentum(Stream&, std::vector<SignMomentumTensor>,
+                    const SignMomentumArguments&) override {}
   void Rmnp(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpRowSquares(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpApply(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
