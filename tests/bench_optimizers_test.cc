@@ -9,12 +9,14 @@
 #include <utility>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/device.h"
 #include "tests/run_program.h"
 
 namespace dim0 {
@@ -263,6 +265,32 @@ TEST_F(BenchOptimizersTest, OneRankSendsNothingAndWritesNoSweepUnlessAskedTo) {
   EXPECT_EQ(Slurp(Path("out/exactness.txt")), "ranks 1\nmax_abs_difference 0\n");
 }
 
+TEST_F(BenchOptimizersTest, OnGpusEverySchemeSendsTheSameBytesAndUpdatesAreExact) {
+  if (const absl::Status status = CheckBackend(Backend::kCuda); !status.ok()) {
+    GTEST_SKIP() << status.message();
+  }
+  int ranks = 3;
+  while (ranks > 1 && !CreateLocalRanks(Backend::kCuda, ranks, {}).ok()) --ranks;
+  const std::string out =
+      Bench({"--device=cuda", "--layers=2", "--width=14", "--heads=2", "--threads_per_rank=1",
+             absl::StrCat("--ranks=", ranks), absl::StrCat("--schemes=", kAllSchemes), "--warmup=1",
+             "--repeats=2", "--sweep=7,16"});
+  const std::vector<Row> rows = DistOpt();
+  ASSERT_THAT(rows, SizeIs(8));
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.at("scheme"));
+    EXPECT_EQ(row.at("bytes_per_step"),
+              absl::StrCat(ExpectedBytes(row.at("scheme"), Shapes(2, 14), ranks)));
+    EXPECT_GT(Number(row.at("ms_per_step")), 0);
+    EXPECT_GT(Number(row.at("compute_ms")), 0);
+  }
+  EXPECT_EQ(Slurp(Path("out/exactness.txt")),
+            absl::StrCat("ranks ", ranks, "\nmax_abs_difference 0\n"));
+  EXPECT_GT(NumberBefore(out, " of a copy's bandwidth, counting 20 bytes"), 0);
+  EXPECT_GT(NumberBefore(out, " of a copy's bandwidth, counting 28 bytes"), 0);
+  EXPECT_GT(NumberBefore(out, " of the matrix-product rate"), 0);
+}
+
 TEST_F(BenchOptimizersTest, Gpt2LargeOnEightRanksSendsThePublishedBytes) {
   const std::string out =
       Bench({"--model=gpt2-large", "--ranks=8",
@@ -313,6 +341,15 @@ TEST_F(BenchOptimizersTest, BadInputIsOneLineThatSaysWhatToDoAndStatusTwo) {
   EXPECT_THAT(error({"--model=gpt3"}), HasSubstr("gpt2-large"));
   EXPECT_THAT(error({"--optimizer=adamw"}), HasSubstr("unknown flag"));
   EXPECT_THAT(error({"--out="}), HasSubstr("--out is missing; name a folder"));
+  EXPECT_EQ(error({"--device=gpu"}),
+            "bench_optimizers: --device=gpu is unknown; choose cpu or cuda");
+  if (CheckBackend(Backend::kCuda).ok()) {
+    EXPECT_THAT(error({"--device=cuda", "--link=pcie4"}), HasSubstr("--link is for the CPU"));
+    EXPECT_THAT(error({"--device=cuda", "--ledger_only"}),
+                HasSubstr("--ledger_only is for the CPU"));
+  } else {
+    EXPECT_THAT(error({"--device=cuda"}), HasSubstr("--device=cuda: "));
+  }
 }
 
 TEST_F(BenchOptimizersTest, AFolderThatCannotBeWrittenIsRefusedBeforeTheMeasurement) {

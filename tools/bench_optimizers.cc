@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -19,6 +20,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "model/gpt2.h"
+#include "runtime/bandwidth.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/file.h"
@@ -34,6 +36,7 @@ ABSL_FLAG(std::string, model, "gpt2-large", "shape: gpt2, gpt2-medium, gpt2-larg
 ABSL_FLAG(int64_t, layers, 0, "number of blocks; 0: as --model says");
 ABSL_FLAG(int64_t, width, 0, "width of the residual stream; 0: as --model says");
 ABSL_FLAG(int64_t, heads, 0, "attention heads; 0: as --model says");
+ABSL_FLAG(std::string, device, "cpu", "what computes: cpu, or cuda (an NVIDIA GPU for each rank)");
 ABSL_FLAG(int, ranks, 1, "ranks, as threads of this process");
 ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
 ABSL_FLAG(StringList, schemes, StringList({"rmnp_rows", "muon_redundant", "muon_owner", "adamw"}),
@@ -133,6 +136,18 @@ absl::StatusOr<std::vector<int64_t>> SweepFromFlag() {
   return sizes;
 }
 
+absl::StatusOr<Backend> BackendFromFlag() {
+  const std::string name = absl::GetFlag(FLAGS_device);
+  if (name != "cpu" && name != "cuda") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device=", name, " is unknown; choose cpu or cuda"));
+  }
+  const Backend backend = name == "cpu" ? Backend::kCpu : Backend::kCuda;
+  const absl::Status usable = CheckBackend(backend);
+  if (usable.ok()) return backend;
+  return absl::Status(usable.code(), absl::StrCat("--device=", name, ": ", usable.message()));
+}
+
 // Makes the folder and finds out now, not after the measurement, whether files can be made there.
 absl::Status CheckWritable(const Setup& setup) {
   absl::Status status = MakeDirectories(setup.out);
@@ -170,6 +185,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   DIM0_ASSIGN_OR_RETURN(setup.schemes, SchemesFromFlag());
   DIM0_ASSIGN_OR_RETURN(setup.sweep, SweepFromFlag());
 
+  DIM0_ASSIGN_OR_RETURN(options.backend, BackendFromFlag());
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   options.ranks = absl::GetFlag(FLAGS_ranks);
   options.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
@@ -189,6 +205,11 @@ absl::StatusOr<Setup> SetupFromFlags() {
       return absl::InvalidArgumentError(absl::StrCat("--link: ", speed.status().message()));
     }
     options.link = *speed;
+  }
+  if (options.backend != Backend::kCpu && (options.link.has_value() || options.ledger_only)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(options.link.has_value() ? "--link" : "--ledger_only",
+                     " is for the CPU: leave it out, or --device=cuda"));
   }
   setup.out = absl::GetFlag(FLAGS_out);
   if (setup.out.empty()) {
@@ -237,30 +258,36 @@ constexpr Scheme kSweepSchemes[] = {Scheme::kRmnpRows, Scheme::kMuonRedundant};
 // Refuses what does not fit.
 absl::Status CheckMemory(const Setup& setup) {
   const OptimizerBenchOptions& options = setup.options;
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(Backend::kCpu, 1));
+  // GPUs may be fewer than ranks.
+  DIM0_RETURN_IF_ERROR(CreateLocalRanks(options.backend, options.ranks, {}).status());
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(options.backend, 1));
   DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
                         device->Available(options.ranks * options.threads_per_rank));
-  const int64_t available = memory.bytes;
-  const auto fits = [&](absl::string_view what, int64_t needed,
+  // `of_rank`: what each rank needs.
+  const auto fits = [&](absl::string_view what, const std::vector<int64_t>& of_rank,
                         absl::string_view advice) -> absl::Status {
-    if (needed <= available) return absl::OkStatus();
-    return absl::ResourceExhaustedError(
-        absl::StrFormat("%s needs %.1f GiB in all and %.1f GiB are available; %s", what,
-                        needed / 1073741824.0, available / 1073741824.0, advice));
+    const int64_t needed = memory.of_each_rank
+                               ? *std::max_element(of_rank.begin(), of_rank.end())
+                               : std::accumulate(of_rank.begin(), of_rank.end(), int64_t{0});
+    if (needed <= memory.bytes) return absl::OkStatus();
+    return absl::ResourceExhaustedError(absl::StrFormat(
+        "%s needs %.1f GiB %s and %.1f GiB are available; %s", what, needed / 1073741824.0,
+        memory.of_each_rank ? "on a GPU" : "in all", memory.bytes / 1073741824.0, advice));
   };
   constexpr char kSmallerModel[] = "choose fewer --layers or a smaller --width";
   for (const std::vector<Scheme>& group : Together(setup.schemes)) {
-    DIM0_ASSIGN_OR_RETURN(const int64_t needed, PlanSchemes(options, group));
+    DIM0_ASSIGN_OR_RETURN(const std::vector<int64_t> needed, PlanSchemes(options, group));
     DIM0_RETURN_IF_ERROR(fits(Names(group, " beside "), needed, kSmallerModel));
   }
   if (options.ledger_only) return absl::OkStatus();
   DIM0_RETURN_IF_ERROR(
       fits("comparing RMNP's updates", PlanRmnpDifference(options), kSmallerModel));
   if (RunsNewtonSchulz(setup)) {
-    DIM0_RETURN_IF_ERROR(fits("Newton-Schulz", PlanNewtonSchulz(options), kSmallerModel));
+    DIM0_ASSIGN_OR_RETURN(const std::vector<int64_t> needed, PlanNewtonSchulz(options));
+    DIM0_RETURN_IF_ERROR(fits("Newton-Schulz", needed, kSmallerModel));
   }
   for (const int64_t size : setup.sweep) {
-    DIM0_ASSIGN_OR_RETURN(const int64_t needed,
+    DIM0_ASSIGN_OR_RETURN(const std::vector<int64_t> needed,
                           PlanSchemes(SweepOptions(setup, size), kSweepSchemes));
     DIM0_RETURN_IF_ERROR(fits(absl::StrCat("--sweep at ", size), needed, "leave this size out"));
   }
@@ -346,8 +373,9 @@ const SchemeResult* Find(const std::vector<SchemeResult>& results, Scheme scheme
 absl::Status PrintRatios(const Setup& setup, const std::vector<SchemeResult>& results) {
   for (const auto& [scheme, bytes] : {std::pair(Scheme::kRmnpRows, 20), {Scheme::kAdamW, 28}}) {
     if (const SchemeResult* result = Find(results, scheme)) {
-      spdlog::info(absl::StrFormat("%s: %.3g of a triad's bandwidth, counting %d bytes a parameter",
-                                   Name(scheme), result->of_triad, bytes));
+      spdlog::info(absl::StrFormat("%s: %.3g of a %s's bandwidth, counting %d bytes a parameter",
+                                   Name(scheme), result->of_bandwidth,
+                                   BandwidthName(setup.options.backend), bytes));
     }
   }
   const SchemeResult* owner = Find(results, Scheme::kMuonOwner);
@@ -361,8 +389,9 @@ absl::Status PrintRatios(const Setup& setup, const std::vector<SchemeResult>& re
   }
   if (!RunsNewtonSchulz(setup)) return absl::OkStatus();
   DIM0_ASSIGN_OR_RETURN(const NewtonSchulzResult newton_schulz, MeasureNewtonSchulz(setup.options));
-  spdlog::info("Newton-Schulz: {:.3g} of the matrix-product rate, counting the FLOPs that it executes",
-               newton_schulz.of_matmul_rate);
+  spdlog::info(
+      "Newton-Schulz: {:.3g} of the matrix-product rate, counting the FLOPs that it executes",
+      newton_schulz.of_matmul_rate);
   spdlog::info("Newton-Schulz at {} x {}: {:.3g} times as fast as the standard algorithm",
                newton_schulz.rows, newton_schulz.cols, newton_schulz.speedup_over_standard);
   return absl::OkStatus();

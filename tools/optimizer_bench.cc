@@ -18,6 +18,7 @@
 #include "optim/factory.h"
 #include "optim/newton_schulz.h"
 #include "optim/rmnp_layouts.h"
+#include "runtime/bandwidth.h"
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/median.h"
@@ -40,6 +41,8 @@ int64_t FloatBytes(int64_t floats) { return floats * static_cast<int64_t>(sizeof
 class NoArithmetic : public OptimizerKernels {
  public:
   void AdamW(Stream&, std::vector<AdamWTensor>, const AdamWArguments&) override {}
+  void SignMomentum(Stream&, std::vector<SignMomentumTensor>,
+                    const SignMomentumArguments&) override {}
   void Rmnp(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpRowSquares(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpApply(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
@@ -85,14 +88,31 @@ std::vector<MatrixShape> Shapes(const ParameterTable& table) {
   return shapes;
 }
 
-// Elements [first, first + count) of the random numbers of `sequence`, to device memory. Blocks.
-absl::Status FillRandom(Device& device, Stream& stream, uint32_t sequence, int64_t first,
-                        int64_t count, float* target) {
+// A rank's device.
+absl::StatusOr<std::unique_ptr<Device>> DeviceOf(const OptimizerBenchOptions& options, int rank) {
+  return CreateDevice(options.backend, options.threads_per_rank,
+                      options.ledger_only ? Residency::kOnTouch : Residency::kAtOnce, rank);
+}
+
+// Elements [first, first + count) of the random numbers of `sequence`, to device memory, made on
+// `threads` threads. Blocks.
+absl::Status FillRandom(Device& device, Stream& stream, int threads, uint32_t sequence,
+                        int64_t first, int64_t count, float* target) {
   constexpr int64_t kPiece = int64_t{1} << 20;
   std::vector<float> piece;
-  for (int64_t done = 0; done < count; done += kPiece) {
-    piece.resize(std::min(kPiece, count - done));
-    FillNormal(kSeed, sequence, first + done, 1.0f, absl::MakeSpan(piece));
+  for (int64_t done = 0; done < count; done += kPiece * threads) {
+    piece.resize(std::min(kPiece * threads, count - done));
+    std::vector<std::thread> others;
+    const auto fill = [&](int64_t begin) {
+      const int64_t size = std::min<int64_t>(kPiece, piece.size() - begin);
+      FillNormal(kSeed, sequence, first + done + begin, 1.0f,
+                 absl::MakeSpan(piece).subspan(begin, size));
+    };
+    for (int64_t begin = kPiece; begin < static_cast<int64_t>(piece.size()); begin += kPiece) {
+      others.emplace_back(fill, begin);
+    }
+    fill(0);
+    for (std::thread& thread : others) thread.join();
     device.CopyFromHost(stream, target + done, piece.data(), FloatBytes(piece.size()));
     DIM0_RETURN_IF_ERROR(stream.Synchronize());
   }
@@ -133,10 +153,10 @@ class Shards {
 
   // Gradients are a function of parameter and global element, whatever the number of ranks; `first`
   // is the number of the first parameter. Values stay 0. Blocks.
-  absl::Status FillGradients(Device& device, Stream& stream, int first = 0) {
+  absl::Status FillGradients(Device& device, Stream& stream, int threads, int first = 0) {
     for (const Unit& unit : units_) {
       for (const ParameterShard& shard : unit.parameters) {
-        DIM0_RETURN_IF_ERROR(FillRandom(device, stream, first + shard.id,
+        DIM0_RETURN_IF_ERROR(FillRandom(device, stream, threads, first + shard.id,
                                         shard.rows.begin * shard.value.cols, shard.value.size(),
                                         shard.gradient.f32()));
       }
@@ -237,8 +257,8 @@ class LayoutStepper : public Stepper {
     DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kGradients, stepper->gradient_));
     DIM0_RETURN_IF_ERROR(allocate(MemoryPurpose::kOptimizer, stepper->momentum_));
     if (!rank.allocator.plan_only() && !rank.options.ledger_only) {
-      DIM0_RETURN_IF_ERROR(FillRandom(rank.device, *stepper->stream_, rank.rank, 0, layout.elements,
-                                      stepper->gradient_.f32()));
+      DIM0_RETURN_IF_ERROR(FillRandom(rank.device, *stepper->stream_, rank.options.threads_per_rank,
+                                      rank.rank, 0, layout.elements, stepper->gradient_.f32()));
     }
     DIM0_ASSIGN_OR_RETURN(std::unique_ptr<Communicator> channel, group.Open("rmnp"));
     if (kernels == nullptr) kernels = CreateOptimizerKernels(rank.device);
@@ -310,7 +330,7 @@ struct Sample {
   RankReport report;            // not of a run that only counts bytes
   double flops = 0, bytes = 0;  // of the ops that are no collectives
   int64_t sent = 0;
-  double triad_rate = 0;
+  double bandwidth = 0;
 };
 using Samples = std::vector<Sample>;  // by repeat
 
@@ -318,10 +338,7 @@ using Samples = std::vector<Sample>;  // by repeat
 absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const ParameterTable& table,
                            absl::Span<const Scheme> schemes, int rank,
                            absl::Span<const Groups> groups, absl::Span<Samples> samples) {
-  DIM0_ASSIGN_OR_RETURN(
-      const std::unique_ptr<Device> device,
-      CreateDevice(Backend::kCpu, options.threads_per_rank,
-                   options.ledger_only ? Residency::kOnTouch : Residency::kAtOnce));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, rank));
   Allocator allocator(device.get());
   const std::unique_ptr<Stream> stream = device->NewStream("setup");
   DIM0_ASSIGN_OR_RETURN(const Buffer gradient_scale,
@@ -332,7 +349,9 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
   Shards shards;
   if (AnyHoldsWholeRows(schemes)) {
     DIM0_RETURN_IF_ERROR(shards.Allocate(table, allocator, rank, options.ranks));
-    if (!options.ledger_only) DIM0_RETURN_IF_ERROR(shards.FillGradients(*device, *stream));
+    if (!options.ledger_only) {
+      DIM0_RETURN_IF_ERROR(shards.FillGradients(*device, *stream, options.threads_per_rank));
+    }
   }
   // Before the steppers, whose streams report to them.
   std::vector<std::unique_ptr<OpRecorder>> recorders;
@@ -349,7 +368,7 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
   device->SetRecorder(nullptr);
 
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting,
-                        groups.back()[rank]->Open("bench"));
+                        groups.back()[rank]->OpenHost("bench"));
   const CallInfo call{.unit = "bench"};
   const int warmup = options.ledger_only ? 0 : options.warmup;
   const int repeats = options.ledger_only ? 1 : options.repeats;
@@ -358,7 +377,7 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
       Sample sample;
       if (!options.ledger_only && step > warmup && BytesPerParameter(schemes[i]) > 0) {
         DIM0_RETURN_IF_ERROR(meeting->Barrier(call));
-        DIM0_ASSIGN_OR_RETURN(sample.triad_rate, device->MeasureTriadRate(kYardstick));
+        DIM0_ASSIGN_OR_RETURN(sample.bandwidth, MeasureBandwidth(*device, kYardstick));
       }
       recorders[i]->Clear();
       const ByteLedger& ledger = groups[i][rank]->ledger();
@@ -368,6 +387,7 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
       DIM0_RETURN_IF_ERROR(
           steppers[i]->Step({.step = step, .gradient_scale = gradient_scale.f32()}));
       sample.end = SteadyNow();
+      DIM0_RETURN_IF_ERROR(groups[i][rank]->Health());
       sample.sent = ledger.bytes(Purpose::kOptimizer) - sent_before;
       if (!options.ledger_only) {
         const TraceStep whole = {step, absl::ToUnixMicros(sample.begin),
@@ -407,7 +427,7 @@ SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, S
     for (size_t k = 0; k < repeats; ++k) begins[k] = std::min(begins[k], (*samples)[k].begin);
   }
   result.step_ms.resize(repeats);
-  std::vector<double> triad_rates(repeats);
+  std::vector<double> bandwidths(repeats);
   double flops = 0, bytes = 0;
   for (const Samples* samples : by_rank) {
     std::vector<double> step_ms, comm_ms, compute_ms, exposed_ms;
@@ -419,7 +439,7 @@ SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, S
       compute_ms.push_back(sample.report.split.compute + sample.report.split.optimizer_compute);
       exposed_ms.push_back(all.communication - all.hidden);
       result.step_ms[k] = std::max(result.step_ms[k], step_ms.back());
-      triad_rates[k] += sample.triad_rate;
+      bandwidths[k] += sample.bandwidth;
     }
     flops += samples->back().flops;
     bytes += samples->back().bytes;
@@ -434,78 +454,94 @@ SchemeResult Summarize(const OptimizerBenchOptions& options, int64_t elements, S
   if (const double per_parameter = BytesPerParameter(scheme); per_parameter > 0) {
     std::vector<double> ratios;
     for (size_t k = 0; k < repeats; ++k) {
-      ratios.push_back(per_parameter * elements / (result.step_ms[k] * 1e-3) / triad_rates[k]);
+      ratios.push_back(per_parameter * elements / (result.step_ms[k] * 1e-3) / bandwidths[k]);
     }
-    result.of_triad = Median(ratios);
+    result.of_bandwidth = Median(ratios);
   }
   return result;
 }
 
-absl::StatusOr<std::vector<Groups>> CreateGroups(int ranks, size_t count,
+absl::StatusOr<std::vector<Groups>> CreateGroups(Backend backend, int ranks, size_t count,
                                                  const std::optional<LinkSpeed>& link = {}) {
   std::vector<Groups> groups;
   for (size_t i = 0; i < count; ++i) {
     // Ranks wait for each other's arithmetic, which on a busy machine may take any time.
     DIM0_ASSIGN_OR_RETURN(
         Groups created,
-        CreateThreadRanks(ranks, {.timeout = absl::InfiniteDuration(), .link = link}));
+        CreateLocalRanks(backend, ranks, {.timeout = absl::InfiniteDuration(), .link = link}));
     groups.push_back(std::move(created));
   }
   return groups;
 }
 
-// Newton-Schulz on one matrix, with the memory that it needs.
+// Newton-Schulz on matrices of one shape at once, with the memory that it needs.
 class NewtonSchulzRun {
  public:
   static absl::StatusOr<std::unique_ptr<NewtonSchulzRun>> Create(NewtonSchulzAlgorithm algorithm,
                                                                  const MatrixShape& shape,
+                                                                 int64_t count, int threads,
                                                                  Device& device, Stream& stream,
                                                                  Allocator& allocator) {
-    auto run = std::make_unique<NewtonSchulzRun>(algorithm, shape);
-    const int64_t elements = shape.rows * shape.cols;
+    auto run = std::make_unique<NewtonSchulzRun>(algorithm, shape, count);
     DIM0_ASSIGN_OR_RETURN(
-        run->buffer_,
-        allocator.Allocate(MemoryPurpose::kOptimizer,
-                           FloatBytes(2 * elements + run->newton_schulz_.workspace())));
+        run->buffer_, allocator.Allocate(
+                          MemoryPurpose::kOptimizer,
+                          FloatBytes(2 * run->padded() + count * run->newton_schulz_.workspace())));
     if (allocator.plan_only()) return run;
-    DIM0_RETURN_IF_ERROR(FillRandom(device, stream, 0, 0, elements, run->buffer_.f32()));
+    DIM0_RETURN_IF_ERROR(FillRandom(device, stream, threads, 0, 0, count * shape.rows * shape.cols,
+                                    run->buffer_.f32()));
     return run;
   }
 
-  NewtonSchulzRun(NewtonSchulzAlgorithm algorithm, const MatrixShape& shape)
-      : newton_schulz_({.algorithm = algorithm}, shape.rows, shape.cols), shape_(shape) {}
+  NewtonSchulzRun(NewtonSchulzAlgorithm algorithm, const MatrixShape& shape, int64_t count)
+      : newton_schulz_({.algorithm = algorithm}, shape.rows, shape.cols),
+        shape_(shape),
+        count_(count) {}
 
-  double flops() const { return newton_schulz_.flops(); }
+  double flops() const { return count_ * newton_schulz_.flops(); }
 
   // How long one run takes.
   absl::StatusOr<double> Seconds(OptimizerKernels& kernels, Stream& stream) const {
-    const int64_t elements = shape_.rows * shape_.cols;
     float* data = buffer_.f32();
     const absl::Time begin = SteadyNow();
-    newton_schulz_.Enqueue(kernels, stream, F32(data, shape_.rows, shape_.cols),
-                           F32(data + elements, shape_.rows, shape_.cols), data + 2 * elements);
+    newton_schulz_.Enqueue(kernels, stream, F32(data, count_ * shape_.rows, shape_.cols),
+                           F32(data + padded(), count_ * shape_.rows, shape_.cols),
+                           data + 2 * padded());
     DIM0_RETURN_IF_ERROR(stream.Synchronize());
     return absl::ToDoubleSeconds(SteadyNow() - begin);
   }
 
  private:
+  // Elements of the matrices, up to the next cache line.
+  int64_t padded() const { return (count_ * shape_.rows * shape_.cols + 15) / 16 * 16; }
+
   const NewtonSchulz newton_schulz_;
   const MatrixShape shape_;
+  const int64_t count_;
   Buffer buffer_;  // input, result, workspace
 };
 
 using NewtonSchulzRuns = std::vector<std::unique_ptr<NewtonSchulzRun>>;
 
-// The default algorithm on every distinct shape, matrices and their transposes counting as one.
-absl::StatusOr<NewtonSchulzRuns> DefaultRuns(const ParameterTable& table, Device& device,
+// The default algorithm on every distinct shape, matrices and their transposes counting as one: of
+// each as many as are worth having at once, if the model has so many.
+absl::StatusOr<NewtonSchulzRuns> DefaultRuns(const ParameterTable& table, int threads,
+                                             const OptimizerKernels& kernels, Device& device,
                                              Stream& stream, Allocator& allocator) {
   std::set<std::pair<int64_t, int64_t>> seen;
   NewtonSchulzRuns runs;
-  for (const MatrixShape& shape : Shapes(table)) {
+  const std::vector<MatrixShape> shapes = Shapes(table);
+  for (const MatrixShape& shape : shapes) {
     if (!seen.insert(std::minmax({shape.rows, shape.cols})).second) continue;
-    DIM0_ASSIGN_OR_RETURN(
-        std::unique_ptr<NewtonSchulzRun> run,
-        NewtonSchulzRun::Create(NewtonSchulzConfig().algorithm, shape, device, stream, allocator));
+    const int64_t alike =
+        std::count_if(shapes.begin(), shapes.end(), [&](const MatrixShape& other) {
+          return other.rows == shape.rows && other.cols == shape.cols;
+        });
+    const int64_t count = std::clamp<int64_t>(
+        kernels.matrix_elements_at_once() / (shape.rows * shape.cols), 1, alike);
+    DIM0_ASSIGN_OR_RETURN(std::unique_ptr<NewtonSchulzRun> run,
+                          NewtonSchulzRun::Create(NewtonSchulzConfig().algorithm, shape, count,
+                                                  threads, device, stream, allocator));
     runs.push_back(std::move(run));
   }
   return runs;
@@ -525,14 +561,14 @@ struct NewtonSchulzSample {
 absl::Status MeasureNewtonSchulzOnRank(const OptimizerBenchOptions& options,
                                        const ParameterTable& table, ProcessGroup& group,
                                        std::vector<NewtonSchulzSample>& samples) {
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(Backend::kCpu, options.threads_per_rank));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, group.rank()));
   Allocator allocator(device.get());
   const std::unique_ptr<Stream> stream = device->NewStream("newton_schulz");
   const std::unique_ptr<OptimizerKernels> kernels = CreateOptimizerKernels(*device);
-  DIM0_ASSIGN_OR_RETURN(const NewtonSchulzRuns runs,
-                        DefaultRuns(table, *device, *stream, allocator));
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, group.Open("bench"));
+  DIM0_ASSIGN_OR_RETURN(
+      const NewtonSchulzRuns runs,
+      DefaultRuns(table, options.threads_per_rank, *kernels, *device, *stream, allocator));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting, group.OpenHost("bench"));
   const CallInfo call{.unit = "bench"};
   for (int repeat = 0; repeat <= options.repeats; ++repeat) {
     NewtonSchulzSample sample;
@@ -552,14 +588,15 @@ absl::Status MeasureNewtonSchulzOnRank(const OptimizerBenchOptions& options,
 }
 
 // The standard algorithm and the default one on the largest shape.
-absl::StatusOr<NewtonSchulzRuns> ComparedRuns(const ParameterTable& table, Device& device,
-                                              Stream& stream, Allocator& allocator) {
+absl::StatusOr<NewtonSchulzRuns> ComparedRuns(const ParameterTable& table, int threads,
+                                              Device& device, Stream& stream,
+                                              Allocator& allocator) {
   NewtonSchulzRuns runs;
   for (const NewtonSchulzAlgorithm algorithm :
        {NewtonSchulzAlgorithm::kStandard, NewtonSchulzConfig().algorithm}) {
-    DIM0_ASSIGN_OR_RETURN(
-        std::unique_ptr<NewtonSchulzRun> run,
-        NewtonSchulzRun::Create(algorithm, LargestShape(table), device, stream, allocator));
+    DIM0_ASSIGN_OR_RETURN(std::unique_ptr<NewtonSchulzRun> run,
+                          NewtonSchulzRun::Create(algorithm, LargestShape(table), 1, threads,
+                                                  device, stream, allocator));
     runs.push_back(std::move(run));
   }
   return runs;
@@ -567,13 +604,12 @@ absl::StatusOr<NewtonSchulzRuns> ComparedRuns(const ParameterTable& table, Devic
 
 absl::StatusOr<double> MeasureSpeedupOverStandard(const OptimizerBenchOptions& options,
                                                   const ParameterTable& table) {
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(Backend::kCpu, options.threads_per_rank));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, 0));
   Allocator allocator(device.get());
   const std::unique_ptr<Stream> stream = device->NewStream("newton_schulz");
   const std::unique_ptr<OptimizerKernels> kernels = CreateOptimizerKernels(*device);
   DIM0_ASSIGN_OR_RETURN(const NewtonSchulzRuns runs,
-                        ComparedRuns(table, *device, *stream, allocator));
+                        ComparedRuns(table, options.threads_per_rank, *device, *stream, allocator));
   std::vector<double> ratios;
   for (int repeat = 0; repeat <= options.repeats; ++repeat) {
     DIM0_ASSIGN_OR_RETURN(const double standard, runs[0]->Seconds(*kernels, *stream));
@@ -583,10 +619,11 @@ absl::StatusOr<double> MeasureSpeedupOverStandard(const OptimizerBenchOptions& o
   return Median(ratios);
 }
 
-// Runs two steps of RMNP on a table of one unit, sharded over `ranks`; its first parameter has the
-// number `first`. Returns the whole values after them, parameter behind parameter.
-absl::StatusOr<std::vector<float>> RunRmnp(const ParameterTable& table, int first, int ranks,
-                                           int threads_per_rank) {
+// Runs two steps of RMNP on a table of one unit, sharded over options.ranks; its first parameter
+// has the number `first`. Returns the whole values after them, parameter behind parameter.
+absl::StatusOr<std::vector<float>> RunRmnp(const OptimizerBenchOptions& options,
+                                           const ParameterTable& table, int first) {
+  const int ranks = options.ranks;
   std::vector<int64_t> offsets;
   int64_t elements = 0;
   for (int id = 0; id < table.size(); ++id) {
@@ -594,10 +631,9 @@ absl::StatusOr<std::vector<float>> RunRmnp(const ParameterTable& table, int firs
     elements += table[id].spec.size();
   }
   std::vector<float> values(elements);
-  DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups, CreateGroups(ranks, 1));
+  DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups, CreateGroups(options.backend, ranks, 1));
   DIM0_RETURN_IF_ERROR(RunRanks(ranks, groups, [&](int rank) -> absl::Status {
-    DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                          CreateDevice(Backend::kCpu, threads_per_rank));
+    DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, rank));
     Allocator allocator(device.get());
     const std::unique_ptr<Stream> stream = device->NewStream("setup");
     DIM0_ASSIGN_OR_RETURN(const Buffer scale,
@@ -605,8 +641,7 @@ absl::StatusOr<std::vector<float>> RunRmnp(const ParameterTable& table, int firs
     device->ClipScale(*stream, nullptr, 0, 0, 0, 0, scale.f32());  // 1
     Shards shards;
     DIM0_RETURN_IF_ERROR(shards.Allocate(table, allocator, rank, ranks));
-    DIM0_RETURN_IF_ERROR(shards.FillGradients(*device, *stream, first));
-    const OptimizerBenchOptions options{.ranks = ranks};
+    DIM0_RETURN_IF_ERROR(shards.FillGradients(*device, *stream, options.threads_per_rank, first));
     DIM0_ASSIGN_OR_RETURN(
         const std::unique_ptr<Stepper> stepper,
         CreateStepper(Scheme::kRmnpRows, {options, table, rank, *device, allocator, shards},
@@ -663,8 +698,9 @@ absl::StatusOr<std::vector<SchemeResult>> MeasureSchemes(const OptimizerBenchOpt
                                                          absl::Span<const Scheme> schemes) {
   const ParameterTable table(options.units);
   // A group, and with it a ledger, for each scheme; one more for barriers.
-  DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups,
-                        CreateGroups(options.ranks, schemes.size() + 1, options.link));
+  DIM0_ASSIGN_OR_RETURN(
+      const std::vector<Groups> groups,
+      CreateGroups(options.backend, options.ranks, schemes.size() + 1, options.link));
   std::vector<std::vector<Samples>> samples(options.ranks, std::vector<Samples>(schemes.size()));
   DIM0_RETURN_IF_ERROR(RunRanks(options.ranks, groups, [&](int rank) {
     return MeasureOnRank(options, table, schemes, rank, groups, absl::MakeSpan(samples[rank]));
@@ -678,13 +714,14 @@ absl::StatusOr<std::vector<SchemeResult>> MeasureSchemes(const OptimizerBenchOpt
   return results;
 }
 
-absl::StatusOr<int64_t> PlanSchemes(const OptimizerBenchOptions& options,
-                                    absl::Span<const Scheme> schemes) {
+absl::StatusOr<std::vector<int64_t>> PlanSchemes(const OptimizerBenchOptions& options,
+                                                 absl::Span<const Scheme> schemes) {
   const ParameterTable table(options.units);
+  // Nothing is sent.
   DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups,
-                        CreateGroups(options.ranks, schemes.size()));
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(Backend::kCpu, 1));
-  int64_t bytes = 0;
+                        CreateGroups(Backend::kCpu, options.ranks, schemes.size()));
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, 0));
+  std::vector<int64_t> bytes;
   for (int rank = 0; rank < options.ranks; ++rank) {
     Allocator allocator = Allocator::ForPlan();
     Shards shards;
@@ -700,14 +737,15 @@ absl::StatusOr<int64_t> PlanSchemes(const OptimizerBenchOptions& options,
       steppers.push_back(std::move(stepper));
     }
     const MemoryUse use = allocator.current();
-    bytes += options.ledger_only ? use[MemoryPurpose::kCommunication] : use.total();
+    bytes.push_back(options.ledger_only ? use[MemoryPurpose::kCommunication] : use.total());
   }
   return bytes;
 }
 
 absl::StatusOr<NewtonSchulzResult> MeasureNewtonSchulz(const OptimizerBenchOptions& options) {
   const ParameterTable table(options.units);
-  DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups, CreateGroups(options.ranks, 1));
+  DIM0_ASSIGN_OR_RETURN(const std::vector<Groups> groups,
+                        CreateGroups(options.backend, options.ranks, 1));
   std::vector<std::vector<NewtonSchulzSample>> samples(options.ranks);
   DIM0_RETURN_IF_ERROR(RunRanks(options.ranks, groups, [&](int rank) {
     return MeasureNewtonSchulzOnRank(options, table, *groups[0][rank], samples[rank]);
@@ -728,26 +766,31 @@ absl::StatusOr<NewtonSchulzResult> MeasureNewtonSchulz(const OptimizerBenchOptio
   return result;
 }
 
-int64_t PlanNewtonSchulz(const OptimizerBenchOptions& options) {
+absl::StatusOr<std::vector<int64_t>> PlanNewtonSchulz(const OptimizerBenchOptions& options) {
   const ParameterTable table(options.units);
-  const absl::StatusOr<std::unique_ptr<Device>> device = CreateDevice(Backend::kCpu, 1);
-  DIM0_CHECK(device.ok());
-  const std::unique_ptr<Stream> stream = (*device)->NewStream("plan");
+  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, DeviceOf(options, 0));
+  const std::unique_ptr<Stream> stream = device->NewStream("plan");
+  const std::unique_ptr<OptimizerKernels> kernels = CreateOptimizerKernels(*device);
   Allocator on_all_ranks = Allocator::ForPlan(), on_one = Allocator::ForPlan();
-  DIM0_CHECK(DefaultRuns(table, **device, *stream, on_all_ranks).ok());
-  DIM0_CHECK(ComparedRuns(table, **device, *stream, on_one).ok());
-  return std::max(options.ranks * on_all_ranks.peak().total(), on_one.peak().total());
+  DIM0_RETURN_IF_ERROR(
+      DefaultRuns(table, options.threads_per_rank, *kernels, *device, *stream, on_all_ranks)
+          .status());
+  DIM0_RETURN_IF_ERROR(
+      ComparedRuns(table, options.threads_per_rank, *device, *stream, on_one).status());
+  std::vector<int64_t> bytes(options.ranks, on_all_ranks.peak().total());
+  bytes[0] = std::max(bytes[0], on_one.peak().total());
+  return bytes;
 }
 
 absl::StatusOr<double> MeasureRmnpDifference(const OptimizerBenchOptions& options) {
+  OptimizerBenchOptions unsharded = options;
+  unsharded.ranks = 1;
   double difference = 0;
   int first = 0;
   for (const UnitSpec& unit : options.units) {
     const ParameterTable table({unit});
-    DIM0_ASSIGN_OR_RETURN(const std::vector<float> sharded,
-                          RunRmnp(table, first, options.ranks, options.threads_per_rank));
-    DIM0_ASSIGN_OR_RETURN(const std::vector<float> whole,
-                          RunRmnp(table, first, 1, options.threads_per_rank));
+    DIM0_ASSIGN_OR_RETURN(const std::vector<float> sharded, RunRmnp(options, table, first));
+    DIM0_ASSIGN_OR_RETURN(const std::vector<float> whole, RunRmnp(unsharded, table, first));
     for (size_t i = 0; i < whole.size(); ++i) {
       const double here = std::abs(static_cast<double>(sharded[i]) - whole[i]);
       // A NaN is no agreement.
@@ -759,12 +802,15 @@ absl::StatusOr<double> MeasureRmnpDifference(const OptimizerBenchOptions& option
   return difference;
 }
 
-int64_t PlanRmnpDifference(const OptimizerBenchOptions& options) {
+std::vector<int64_t> PlanRmnpDifference(const OptimizerBenchOptions& options) {
   int64_t largest = 0;
   for (const UnitSpec& unit : options.units) {
     largest = std::max(largest, ParameterTable({unit}).elements());
   }
-  return FloatBytes(5 * largest);  // value, gradient, momentum; both runs' results
+  // Value, gradient, momentum; both runs' results. The run on one rank has them all.
+  std::vector<int64_t> bytes(options.ranks);
+  bytes[0] = FloatBytes(5 * largest);
+  return bytes;
 }
 
 }  // namespace dim0

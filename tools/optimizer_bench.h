@@ -1,5 +1,6 @@
 // Times, counts and checks optimizer steps alone, without a model: ranks as threads of this
-// process, the optimizers that training uses, the hidden matrices' shapes, random gradients.
+// process, on the CPU or with a GPU each, the optimizers that training uses, the hidden matrices'
+// shapes, random gradients.
 #ifndef DIM0_TOOLS_OPTIMIZER_BENCH_H_
 #define DIM0_TOOLS_OPTIMIZER_BENCH_H_
 
@@ -13,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "collectives/link.h"
+#include "runtime/device.h"
 #include "runtime/parameter.h"
 
 namespace dim0 {
@@ -39,13 +41,14 @@ absl::StatusOr<Scheme> ParseScheme(absl::string_view name);
 
 struct OptimizerBenchOptions {
   std::vector<UnitSpec> units;  // matrices only, at least one
+  Backend backend = Backend::kCpu;
   int ranks = 1;
   int threads_per_rank = 1;
   int warmup = 2;                 // steps before those that count
   int repeats = 5;                // at least 1
-  std::optional<LinkSpeed> link;  // what ranks pretend to be connected by
+  std::optional<LinkSpeed> link;  // what ranks pretend to be connected by; on the CPU only
   // Runs one step of the real schedule with the real collectives and no arithmetic, in memory that
-  // only takes up room where collectives touch it. Nothing is timed.
+  // only takes up room where collectives touch it. Nothing is timed. On the CPU only.
   bool ledger_only = false;
 };
 
@@ -66,8 +69,9 @@ struct SchemeResult {
   double gflops = 0;
   double gb_per_s = 0;  // collectives left out
   // For rmnp_rows (20 bytes a parameter) and adamw (28): the median over the repeats of the step's
-  // bandwidth over that of a triad which all ranks ran just before it. Otherwise 0.
-  double of_triad = 0;
+  // bandwidth over the one that all ranks measured just before it (runtime/bandwidth.h). Otherwise
+  // 0.
+  double of_bandwidth = 0;
   // Of each repeat, from the barrier to the last rank's end.
   std::vector<double> step_ms;
 };
@@ -77,13 +81,14 @@ struct SchemeResult {
 absl::StatusOr<std::vector<SchemeResult>> MeasureSchemes(const OptimizerBenchOptions& options,
                                                          absl::Span<const Scheme> schemes);
 
-// Bytes that all ranks of MeasureSchemes touch together, at most.
-absl::StatusOr<int64_t> PlanSchemes(const OptimizerBenchOptions& options,
-                                    absl::Span<const Scheme> schemes);
+// Bytes that each rank of MeasureSchemes touches, at most.
+absl::StatusOr<std::vector<int64_t>> PlanSchemes(const OptimizerBenchOptions& options,
+                                                 absl::Span<const Scheme> schemes);
 
 struct NewtonSchulzResult {
-  // On every distinct shape of the model once, on all ranks at once: FLOPs executed per second over
-  // the matrix-product rate, measured in turns. Median over the repeats.
+  // On every distinct shape of the model, with as many matrices at once as keep the device busy,
+  // on all ranks at once: FLOPs executed per second over the matrix-product rate, measured in
+  // turns. Median over the repeats.
   double of_matmul_rate = 0;
   // One rank, on the model's largest matrix: the time of the standard algorithm over that of the
   // default, in turns. Median over the repeats.
@@ -91,12 +96,12 @@ struct NewtonSchulzResult {
   int64_t rows = 0, cols = 0;  // of that matrix
 };
 absl::StatusOr<NewtonSchulzResult> MeasureNewtonSchulz(const OptimizerBenchOptions& options);
-int64_t PlanNewtonSchulz(const OptimizerBenchOptions& options);
+absl::StatusOr<std::vector<int64_t>> PlanNewtonSchulz(const OptimizerBenchOptions& options);
 
 // The largest absolute difference between the values after two steps of RMNP sharded by rows over
 // the ranks and after the same steps on one rank; 0 unless something is broken. Unit by unit.
 absl::StatusOr<double> MeasureRmnpDifference(const OptimizerBenchOptions& options);
-int64_t PlanRmnpDifference(const OptimizerBenchOptions& options);
+std::vector<int64_t> PlanRmnpDifference(const OptimizerBenchOptions& options);
 
 // 0 for none.
 double Median(std::vector<double> values);
