@@ -63,6 +63,8 @@ class Probe : public OptimizerKernels {
     });
   }
   void AdamW(Stream&, std::vector<AdamWTensor>, const AdamWArguments&) override {}
+  void SignMomentum(Stream&, std::vector<SignMomentumTensor>,
+                    const SignMomentumArguments&) override {}
   void Rmnp(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpRowSquares(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
   void RmnpApply(Stream&, std::vector<RmnpTensor>, const RmnpArguments&) override {}
