@@ -3,7 +3,7 @@
 # Leaves the current directory at the repository root. Quiet when nothing is to be done.
 
 BUILD_PACKAGES=(g++ pkg-config libabsl-dev libspdlog-dev libgtest-dev libgmock-dev nlohmann-json3-dev libopenblas-dev
-  libcpp-httplib-dev)
+  libcpp-httplib-dev libboost-context-dev)
 DEBIAN_BAZEL_PACKAGES=(bazel-bootstrap bazel-rules-java bazel-rules-proto bazel-skylib bazel-platforms)
 
 die() {

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Installs what is missing, builds everything, runs every test. Its last line is
+# Installs what is missing, builds everything, runs every test; then runs the tests of what is for GPUs once more, on the
+# emulator (--config=cuda_emulated), unless a --config is given. Its last line is
 #   N passed, N failed[, N skipped]
 # in GoogleTest test cases; a shell test, and a target that does not build, crashes or times out, counts as one.
 #
@@ -32,7 +33,6 @@ done
 
 scratch="$(mktemp -d)"
 trap 'rm -rf "${scratch}"' EXIT
-events="${scratch}/events.json"
 
 # Prints the path of a Python that has Holistic Trace Analysis, fetched once; nothing where it cannot be had, and
 # hta_test is skipped. Its own requirements would add 300 MB of notebooks.
@@ -62,13 +62,9 @@ if [[ " ${targets[*]}" == *" //..."* || " ${targets[*]}" == *" //tests"* ]]; the
 fi
 test_jobs=$(($(nproc) / 4))
 ((test_jobs > 0)) || test_jobs=1
-"${BAZEL}" build "${common[@]}" ${options[@]+"${options[@]}"} -- "${targets[@]}" || true
-bazel_status=0
-"${BAZEL}" test "${common[@]}" "--local_test_jobs=${test_jobs}" ${options[@]+"${options[@]}"} \
-  "--build_event_json_file=${events}" -- "${targets[@]}" || bazel_status=$?
-
 # Prints a line for each target of Bazel's build event file: label, outcome, and the test.xml of each run or shard,
-# between tabs. An outcome is Bazel's status of a test, BUILT for any other target, or FAILED_TO_BUILD.
+# between tabs. An outcome is Bazel's status of a test, BUILT for any other target, or FAILED_TO_BUILD. A target that does
+# not go with the build (one for GPUs, where there is no CUDA) has no line.
 list_targets() {
   awk '
     function value(key,   start, rest) {
@@ -83,6 +79,7 @@ list_targets() {
       is_test[label] = /"testSize":/
     }
     /^\{"id":\{"targetCompleted"/ && /"completed":\{"success":true/ { if (!is_test[label]) outcome[label] = "BUILT" }
+    /^\{"id":\{"targetCompleted"/ && /"aborted":\{"reason":"SKIPPED"/ { incompatible[label] = 1 }
     /^\{"id":\{"testSummary"/ { outcome[label] = value("overallStatus") }
     /^\{"id":\{"testResult"/ && match($0, /file:\/\/[^"]*\/test\.xml"/) {
       # A later attempt at the same run and shard replaces an earlier one.
@@ -94,12 +91,13 @@ list_targets() {
     }
     END {
       for (i = 1; i <= count; ++i) {
+        if (labels[i] in incompatible) continue
         line = labels[i] "\t" outcome[labels[i]]
         runs = split(run_list[labels[i]], run_of, "\n")
         for (j = 2; j <= runs; ++j) line = line "\t" xml[run_of[j]]
         print line
       }
-    }' "${events}"
+    }' "$1"
 }
 
 # Prints a line for each test case of a test.xml: passed, failed or skipped, a tab, and its name.
@@ -148,34 +146,49 @@ count_failure() {
   failures+=("$1  $2")
 }
 
-while IFS=$'\t' read -r -a target; do
-  label="${target[0]}"
-  outcome="${target[1]}"
-  failed_before="${failed}"
-  for xml in "${target[@]:2}"; do
-    # The event file's paths are URIs.
-    xml="$(printf '%b' "${xml//%/\\x}")"
-    [[ -f "${xml}" ]] || continue
-    while IFS=$'\t' read -r result name; do
-      case "${result}" in
-        passed) passed=$((passed + 1)) ;;
-        skipped) skipped=$((skipped + 1)) ;;
-        # Where a test wrote no test.xml, Bazel's has one case, named as the target's path: its outcome says more.
-        failed) count_failure "${label}" "$([[ "${name}" == */* ]] && echo "${outcome}" || echo "${name}")" ;;
-      esac
-    done < <(list_cases "${xml}")
-  done
-  case "${outcome}" in
-    PASSED | FLAKY | BUILT) ;;
-    # No failed test case stands for it: a crash after the last test, a time-out, a sanitizer's report at exit.
-    *) ((failed > failed_before)) || count_failure "${label}" "${outcome}" ;;
-  esac
-done < <([[ ! -f "${events}" ]] || list_targets)
+# Builds and tests in one configuration, "" or a --config option, and counts the outcome.
+run_suite() {
+  local suite="$1" events="${scratch}/events$1.json" bazel_status=0
+  local suite_options=(${options[@]+"${options[@]}"})
+  # What is for GPUs has the tag.
+  [[ -z "${suite}" ]] || suite_options+=("${suite}" --build_tests_only --test_tag_filters=cuda)
+  "${BAZEL}" build "${common[@]}" ${suite_options[@]+"${suite_options[@]}"} -- "${targets[@]}" || true
+  "${BAZEL}" test "${common[@]}" "--local_test_jobs=${test_jobs}" ${suite_options[@]+"${suite_options[@]}"} \
+    "--build_event_json_file=${events}" -- "${targets[@]}" || bazel_status=$?
 
-# Bazel's 3 is "some tests failed", 4 "no tests": both are counted above or below.
-if ((bazel_status != 0 && bazel_status != 3 && bazel_status != 4 && failed == 0)); then
-  count_failure "bazel" "exit status ${bazel_status}, see its errors above"
-fi
+  local target label outcome failed_before_suite="${failed}" failed_before xml result name
+  while IFS=$'\t' read -r -a target; do
+    label="${target[0]}${suite:+ ${suite}}"
+    outcome="${target[1]}"
+    failed_before="${failed}"
+    for xml in "${target[@]:2}"; do
+      # The event file's paths are URIs.
+      xml="$(printf '%b' "${xml//%/\\x}")"
+      [[ -f "${xml}" ]] || continue
+      while IFS=$'\t' read -r result name; do
+        case "${result}" in
+          passed) passed=$((passed + 1)) ;;
+          skipped) skipped=$((skipped + 1)) ;;
+          # Where a test wrote no test.xml, Bazel's has one case, named as the target's path: its outcome says more.
+          failed) count_failure "${label}" "$([[ "${name}" == */* ]] && echo "${outcome}" || echo "${name}")" ;;
+        esac
+      done < <(list_cases "${xml}")
+    done
+    case "${outcome}" in
+      PASSED | FLAKY | BUILT) ;;
+      # No failed test case stands for it: a crash after the last test, a time-out, a sanitizer's report at exit.
+      *) ((failed > failed_before)) || count_failure "${label}" "${outcome}" ;;
+    esac
+  done < <([[ ! -f "${events}" ]] || list_targets "${events}")
+
+  # 3 is "some tests failed", 4 "no tests": both are counted.
+  if ((bazel_status != 0 && bazel_status != 3 && bazel_status != 4 && failed == failed_before_suite)); then
+    count_failure "bazel${suite:+ ${suite}}" "exit status ${bazel_status}, see its errors above"
+  fi
+}
+
+run_suite ""
+[[ " ${options[*]-}" == *" --config="* ]] || run_suite --config=cuda_emulated
 
 echo
 if ((failed)); then
