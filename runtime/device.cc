@@ -1,6 +1,9 @@
 #include "runtime/device.h"
 
+#include <utility>
+
 #include "absl/strings/str_cat.h"
+#include "runtime/check.h"
 #include "runtime/cpu/cpu_device.h"
 #include "runtime/cuda/cuda_backend.h"
 
@@ -30,9 +33,18 @@ absl::Status CheckBackend(Backend backend) {
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateLocalRanks(
-    Backend backend, int ranks, const ProcessGroupOptions& options) {
-  return backend == Backend::kCuda ? cuda::CreateCudaRanks(ranks, options)
-                                   : CreateThreadRanks(ranks, options);
+    Backend backend, int ranks, const ProcessGroupOptions& options,
+    const std::optional<Launch>& launch) {
+  std::vector<std::unique_ptr<ProcessGroup>> hosts;
+  if (launch) {
+    DIM0_ASSIGN_OR_RETURN(hosts.emplace_back(), CreateTcpRank(*launch, options));
+  } else {
+    DIM0_ASSIGN_OR_RETURN(hosts, CreateThreadRanks(ranks, options));
+  }
+  if (backend == Backend::kCpu) return hosts;
+  std::vector<int> ordinals;
+  for (const auto& host : hosts) ordinals.push_back(DeviceOrdinal(host->rank(), launch));
+  return cuda::CreateCudaRanks(std::move(hosts), ordinals, options);
 }
 
 }  // namespace dim0

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
+#include "collectives/launch.h"
 #include "collectives/process_group.h"
 #include "runtime/op_recorder.h"
 #include "runtime/stream.h"
@@ -139,11 +141,18 @@ absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int thread
 // Whether this build and this machine have the backend; if not, in one line, why, and what to do.
 absl::Status CheckBackend(Backend backend);
 
-// One process group for each of `ranks` ranks that are threads of this process, in rank order,
-// whose communicators reach the memory of the backend's devices: rank r's is CreateDevice(...,
-// ordinal r). Errors: as CreateThreadRanks', or the backend's.
+// A process group for each rank of this process, in rank order, whose communicators reach the
+// memory of the backend's devices: all of `ranks` ranks, which are then threads; or, if a launcher
+// has started a process for each rank, the one that it says. Blocks, with a launcher, until all
+// have come. Errors: as CreateThreadRanks' and CreateTcpRank's, or the backend's.
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateLocalRanks(
-    Backend backend, int ranks, const ProcessGroupOptions& options);
+    Backend backend, int ranks, const ProcessGroupOptions& options,
+    const std::optional<Launch>& launch = std::nullopt);
+
+// The number of a rank's device among those that its process sees, for CreateDevice.
+inline int DeviceOrdinal(int rank, const std::optional<Launch>& launch) {
+  return launch ? launch->local_rank : rank;
+}
 
 }  // namespace dim0
 

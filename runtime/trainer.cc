@@ -156,8 +156,9 @@ class RankRun {
   }
 
   absl::Status SetUp() {
-    DIM0_ASSIGN_OR_RETURN(device_, CreateDevice(options_.backend, options_.threads_per_rank,
-                                                Residency::kAtOnce, group_.rank()));
+    DIM0_ASSIGN_OR_RETURN(
+        device_, CreateDevice(options_.backend, options_.threads_per_rank, Residency::kAtOnce,
+                              DeviceOrdinal(group_.rank(), options_.launch)));
     allocator_.emplace(device_.get());
     DIM0_ASSIGN_OR_RETURN(model_, workload_.make_model(*device_));
     StartTracer();
@@ -564,11 +565,11 @@ absl::Status ClaimTraceDir(const std::string& run_dir, const std::string& trace_
   return absl::OkStatus();
 }
 
-// Calls `work` for each rank on a thread of its own, and waits for all.
+// Calls `work` for each rank of this process on a thread of its own, and waits for all.
 template <typename Work>
-void ForEachRank(int ranks, const Work& work) {
+void ForEach(size_t ranks, const Work& work) {
   std::vector<std::thread> threads;
-  for (int rank = 0; rank < ranks; ++rank) threads.emplace_back(work, rank);
+  for (size_t i = 0; i < ranks; ++i) threads.emplace_back(work, i);
   for (std::thread& thread : threads) thread.join();
 }
 
@@ -631,48 +632,59 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
   // Before a file is touched: the ranks may be more than the machine can have.
   DIM0_ASSIGN_OR_RETURN(const auto groups, CreateLocalRanks(options.backend, options.ranks,
                                                             {.timeout = options.collective_timeout,
-                                                             .link = options.link}));
-  DIM0_ASSIGN_OR_RETURN(const RunDirLock lock, RunDirLock::Acquire(options.run_dir));
-  std::optional<RunDirLock> trace_lock;
+                                                             .link = options.link},
+                                                            options.launch));
+  // The folders are rank 0's affair. No other rank writes before they have met in SetUp.
+  const bool has_leader = groups.front()->rank() == 0;
+  std::optional<RunDirLock> run_lock, trace_lock;
   const auto check_trace = [&](const absl::Status& status) {
     if (status.ok()) return;
     spdlog::warn("warning: no trace: {}; training goes on without", Printable(status.message()));
     options.trace.dir.clear();
     trace_lock.reset();
   };
-  if (!options.trace.dir.empty()) {
-    check_trace(ClaimTraceDir(options.run_dir, options.trace.dir, &trace_lock));
+  if (has_leader) {
+    DIM0_ASSIGN_OR_RETURN(RunDirLock acquired, RunDirLock::Acquire(options.run_dir));
+    run_lock.emplace(std::move(acquired));
+    if (!options.trace.dir.empty()) {
+      check_trace(ClaimTraceDir(options.run_dir, options.trace.dir, &trace_lock));
+    }
+    DIM0_ASSIGN_OR_RETURN(const std::string previous,
+                          PrepareRunDir(options.run_dir, options.trace.dir));
+    if (!previous.empty()) {
+      spdlog::info("an earlier run's files were moved to {}", Printable(previous));
+    }
+    if (!options.trace.dir.empty()) check_trace(PrepareTraceDir(options.trace.dir));
   }
-  DIM0_ASSIGN_OR_RETURN(const std::string previous,
-                        PrepareRunDir(options.run_dir, options.trace.dir));
-  if (!previous.empty()) {
-    spdlog::info("an earlier run's files were moved to {}", Printable(previous));
-  }
-  if (!options.trace.dir.empty()) check_trace(PrepareTraceDir(options.trace.dir));
 
   std::mutex mutex;
   absl::Status first_error;  // by time: the others' errors follow from it
   TrainingSummary summary;
   TraceState trace_state;
   std::vector<std::unique_ptr<RankRun>> runs(groups.size());
-  ForEachRank(options.ranks, [&](int rank) {
-    ProcessGroup& group = *groups[rank];
-    runs[rank] = std::make_unique<RankRun>(options, workload, dataset, group, trace_state);
-    absl::StatusOr<TrainingSummary> result = runs[rank]->Run();
+  ForEach(groups.size(), [&](size_t i) {
+    ProcessGroup& group = *groups[i];
+    runs[i] = std::make_unique<RankRun>(options, workload, dataset, group, trace_state);
+    absl::StatusOr<TrainingSummary> result = runs[i]->Run();
     std::lock_guard<std::mutex> lock(mutex);
     if (!result.ok()) {
       if (first_error.ok()) first_error = result.status();
       group.Abort(result.status());
-    } else if (rank == 0) {
+    } else if (i == 0) {
       summary = *std::move(result);
     }
   });
-  ForEachRank(options.ranks, [&](int rank) {
-    runs[rank]->SaveTrace();
-    runs[rank].reset();
+  ForEach(groups.size(), [&](size_t i) {
+    runs[i]->SaveTrace();
+    runs[i].reset();
+    // The report is of all ranks' files. Whether one is missing shows when they are read.
+    if (!options.trace.dir.empty() && first_error.ok()) {
+      auto channel = groups[i]->OpenHost("traces");
+      if (channel.ok()) (void)(*channel)->Barrier({Purpose::kControl, "traces"});
+    }
   });
   if (!first_error.ok()) return first_error;
-  if (!options.trace.dir.empty() && !trace_state.failed) {
+  if (has_leader && !options.trace.dir.empty() && !trace_state.failed) {
     absl::StatusOr<std::string> report = ReportOfTraces(options.trace.dir);
     if (report.ok()) {
       summary.trace_report = *std::move(report);

@@ -62,6 +62,8 @@ struct TrainerOptions {
   Backend backend = Backend::kCpu;
   absl::Duration collective_timeout = absl::Minutes(10);
   std::optional<LinkSpeed> link;  // what ranks pretend to be connected by
+  // If ranks are processes, which one this is; its world size is `ranks`.
+  std::optional<Launch> launch;
   EngineOptions engine;
 
   int64_t batch = 8;       // sequences per rank and micro-batch

@@ -56,7 +56,10 @@ ABSL_FLAG(int64_t, steps, 100, "optimizer steps");
 ABSL_FLAG(std::string, device, "cpu",
           "what computes: cpu, cuda (an NVIDIA GPU for each rank), or auto (cuda where this "
           "machine can, else cpu)");
-ABSL_FLAG(int, ranks, 1, "ranks, as threads of this process");
+ABSL_FLAG(
+    int, ranks, 1,
+    "ranks, as threads of this process; where a launcher (torchrun, mpirun, srun) has started "
+    "a process for each rank, its number counts");
 ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
 ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon, rmnp or sign_momentum");
 ABSL_FLAG(double, lr, 0,
@@ -164,6 +167,9 @@ struct Setup {
   TrainerOptions trainer;
   DatasetOptions data;
   bool recompute = false;
+
+  // Whether rank 0, which tells how it goes, is this process'.
+  bool leads() const { return !trainer.launch || trainer.launch->rank == 0; }
 
   Workload MakeWorkload() const {
     Workload workload;
@@ -388,12 +394,16 @@ absl::StatusOr<Setup> SetupFromFlags() {
   setup.schedule.total_steps = absl::GetFlag(FLAGS_steps);
 
   TrainerOptions& trainer = setup.trainer;
+  DIM0_ASSIGN_OR_RETURN(trainer.launch, ReadLaunchEnvironment());
+  // One rank alone is a rank of this process: a batch system says so of every job.
+  if (trainer.launch && trainer.launch->world_size == 1) trainer.launch.reset();
+  if (!setup.leads()) spdlog::set_level(spdlog::level::warn);
   DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag());
   const int cores = std::max(1u, std::thread::hardware_concurrency());
-  trainer.ranks = absl::GetFlag(FLAGS_ranks);
+  trainer.ranks = trainer.launch ? trainer.launch->world_size : absl::GetFlag(FLAGS_ranks);
   trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
   if (trainer.threads_per_rank == 0) trainer.threads_per_rank = std::max(1, cores / trainer.ranks);
-  const int64_t threads = int64_t{trainer.ranks} * trainer.threads_per_rank;
+  const int64_t threads = int64_t{trainer.launch ? 1 : trainer.ranks} * trainer.threads_per_rank;
   if (threads > kMostThreads) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--ranks=", trainer.ranks, " with --threads_per_rank=", trainer.threads_per_rank, " are ",
@@ -453,20 +463,21 @@ absl::StatusOr<Setup> SetupFromFlags() {
   return setup;
 }
 
-// What must fit into `memory`: the fullest rank's bytes, or all ranks' together.
-int64_t NeededBytes(const std::vector<MemoryUse>& plan, const AvailableMemory& memory) {
+// What must fit into `memory`: the fullest rank's bytes, or those of all ranks together.
+int64_t NeededBytes(const std::vector<MemoryUse>& plan, const AvailableMemory& memory,
+                    bool launched) {
   int64_t all = 0, most = 0;
   for (const MemoryUse& rank : plan) {
     all += rank.total();
     most = std::max(most, rank.total());
   }
-  return memory.of_each_rank ? most : all;
+  return memory.of_each_rank || launched ? most : all;
 }
 
 absl::StatusOr<int64_t> PlannedBytes(const Setup& setup, const AvailableMemory& memory) {
   DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
                         PlanMemory(setup.trainer, setup.MakeWorkload()));
-  return NeededBytes(plan, memory);
+  return NeededBytes(plan, memory, setup.trainer.launch.has_value());
 }
 
 // Prints the predicted memory; refuses a run that does not fit, with changes of flags that would
@@ -478,9 +489,10 @@ absl::Status CheckMemory(const Setup& setup) {
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
                         CreateDevice(setup.trainer.backend, 1));
   DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
-                        device->Available(setup.trainer.ranks * setup.trainer.threads_per_rank));
+                        device->Available((setup.trainer.launch ? 1 : setup.trainer.ranks) *
+                                          setup.trainer.threads_per_rank));
   const int64_t available = memory.bytes;
-  const int64_t needed = NeededBytes(plan, memory);
+  const int64_t needed = NeededBytes(plan, memory, setup.trainer.launch.has_value());
   if (needed <= available) return absl::OkStatus();
 
   // Each change alone; else as many together, the cheapest for speed first, as it takes.
@@ -596,7 +608,7 @@ int Main(int argc, char** argv) {
     PrintError("train", summary.status().message());
     return kExitFailure;
   }
-  PrintSummary(*setup, *summary);
+  if (setup->leads()) PrintSummary(*setup, *summary);
   if (!summary->stopped) return kExitOk;
   spdlog::info("stopped by a signal after step {}; weights and summary are those of that step",
                summary->steps);

@@ -12,7 +12,8 @@ absl::Status CheckCuda() {
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int /*ordinal*/) { return CheckCuda(); }
 
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateCudaRanks(
-    int /*ranks*/, const ProcessGroupOptions& /*options*/) {
+    std::vector<std::unique_ptr<ProcessGroup>> /*hosts*/, absl::Span<const int> /*ordinals*/,
+    const ProcessGroupOptions& /*options*/) {
   return CheckCuda();
 }
 

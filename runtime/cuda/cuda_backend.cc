@@ -1,6 +1,5 @@
 #include "runtime/cuda/cuda_backend.h"
 
-#include <numeric>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -19,15 +18,15 @@ absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int ordinal) {
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateCudaRanks(
-    int ranks, const ProcessGroupOptions& options) {
+    std::vector<std::unique_ptr<ProcessGroup>> hosts, absl::Span<const int> ordinals,
+    const ProcessGroupOptions& options) {
   DIM0_ASSIGN_OR_RETURN(const int gpus, CountGpus());
-  if (ranks > gpus) {
+  for (const int ordinal : ordinals) {
+    if (ordinal < gpus) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("--ranks=", ranks, " takes as many GPUs, and CUDA shows this process ", gpus));
+        absl::StrCat("each rank of a machine takes a GPU, and CUDA shows this process ", gpus,
+                     ": start fewer ranks here"));
   }
-  DIM0_ASSIGN_OR_RETURN(auto hosts, CreateThreadRanks(ranks, options));
-  std::vector<int> ordinals(ranks);
-  std::iota(ordinals.begin(), ordinals.end(), 0);
   return CreateNcclRanks(std::move(hosts), ordinals, options);
 }
 

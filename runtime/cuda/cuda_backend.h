@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/types/span.h"
 #include "collectives/process_group.h"
 #include "runtime/device.h"
 
@@ -19,9 +20,11 @@ absl::Status CheckCuda();
 // See CreateDevice.
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int ordinal);
 
-// See CreateLocalRanks. InvalidArgument if there are fewer GPUs than ranks.
+// The ranks of this process, one for each of `hosts`, on the GPUs of these numbers. See
+// CreateLocalRanks. InvalidArgument if there are too few GPUs.
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateCudaRanks(
-    int ranks, const ProcessGroupOptions& options);
+    std::vector<std::unique_ptr<ProcessGroup>> hosts, absl::Span<const int> ordinals,
+    const ProcessGroupOptions& options);
 
 }  // namespace dim0::cuda
 

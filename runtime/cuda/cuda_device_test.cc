@@ -191,10 +191,10 @@ TEST_F(CudaDeviceTest, AGpuThatIsNotThereIsNamed) {
   ASSERT_EQ(device.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(device.status().message()),
               HasSubstr(absl::StrCat("there is no GPU ", count)));
-  const auto ranks = CreateCudaRanks(count + 1, {});
+  const auto ranks = CreateLocalRanks(Backend::kCuda, count + 1, {});
   ASSERT_EQ(ranks.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(ranks.status().message()),
-              HasSubstr(absl::StrCat("--ranks=", count + 1)));
+              HasSubstr(absl::StrCat("CUDA shows this process ", count)));
 }
 
 TEST_F(CudaDeviceTest, MoreMemoryThanTheGpuHasIsRefused) {
