@@ -101,14 +101,59 @@ class ManyAtOnce : public OptimizerKernels {
   int64_t most_ = 0;
 };
 
+// The types that shards have in a run.
+struct ShardTypes {
+  DType value = DType::kFloat32;
+  DType gradient = DType::kFloat32;
+  bool copy = false;
+};
+
+// One shard's values in either type.
+class Shard {
+ public:
+  Shard() = default;
+  Shard(DType dtype, const Values& values) : dtype_(dtype), size_(values.size()) {
+    dtype_ == DType::kBFloat16 ? halves_.resize(size_) : floats_.resize(size_);
+    Set(values);
+  }
+  Tensor tensor(int64_t rows, int64_t cols) {
+    void* data = floats_.data();
+    if (dtype_ == DType::kBFloat16) data = halves_.data();
+    return {data, dtype_, rows, cols};
+  }
+  void Set(const Values& values) {
+    for (size_t i = 0; i < values.size(); ++i) {
+      dtype_ == DType::kBFloat16 ? void(halves_[i] = BFloat16(values[i]))
+                                 : void(floats_[i] = values[i]);
+    }
+  }
+  Values Get() const {
+    Values values = floats_;
+    for (const BFloat16 half : halves_) values.push_back(static_cast<float>(half));
+    return values;
+  }
+
+ private:
+  DType dtype_ = DType::kFloat32;
+  size_t size_ = 0;
+  Values floats_;
+  std::vector<BFloat16> halves_;
+};
+
+Values Rounded(Values values) {
+  for (float& value : values) value = static_cast<float>(BFloat16(value));
+  return values;
+}
+
 // Runs `steps` steps of an optimizer over `world_size` ranks. gradients(step, id) gives a whole
-// gradient; units are updated in the order of the table, or in reverse. Where `elements_at_once` is
-// not 0, the optimizer is Muon for a device that takes so many elements of matrices at once.
+// gradient; units are updated in the order of the table, or in reverse. After each step every copy
+// must be its value, rounded. Where `elements_at_once` is not 0, the optimizer is Muon for a device
+// that takes so many elements of matrices at once.
 Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
                      const std::vector<UnitSpec>& units, std::vector<Values> values, int steps,
                      const std::function<Values(int step, int id)>& gradients,
                      float gradient_scale = 1, bool reverse = false, int threads_per_rank = 1,
-                     int64_t elements_at_once = 0) {
+                     const ShardTypes& types = {}, int64_t elements_at_once = 0) {
   const ParameterTable table(units);
   auto groups = *CreateThreadRanks(world_size, {.timeout = absl::Seconds(60)});
   std::vector<int64_t> calls(world_size), most_at_once(world_size);
@@ -132,7 +177,8 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
       }
       ASSERT_TRUE(optimizer->Plan(table, ids, {&allocator, rank, world_size, order}).ok());
 
-      std::vector<Values> value_shards(table.size()), gradient_shards(table.size());
+      std::vector<Shard> value_shards(table.size()), gradient_shards(table.size());
+      std::vector<Shard> copies(table.size());
       std::vector<Unit> shards(table.num_units());
       const auto local = [&](const Values& whole, int id) {
         const RowRange rows = RowsOfRank(table[id].spec.rows, world_size, rank);
@@ -140,19 +186,23 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
         return Values(whole.begin() + rows.begin * cols, whole.begin() + rows.end * cols);
       };
       for (int id = 0; id < table.size(); ++id) {
-        value_shards[id] = local(values[id], id);
-        gradient_shards[id].resize(value_shards[id].size());
+        value_shards[id] = Shard(types.value, local(values[id], id));
+        gradient_shards[id] = Shard(types.gradient, local(values[id], id));
         const RowRange rows = RowsOfRank(table[id].spec.rows, world_size, rank);
         Unit& unit = shards[table[id].unit];
         unit.index = table[id].unit;
-        unit.parameters.push_back(
-            {id, rows, F32(value_shards[id].data(), rows.size(), table[id].spec.cols),
-             F32(gradient_shards[id].data(), rows.size(), table[id].spec.cols)});
+        const int64_t cols = table[id].spec.cols;
+        unit.parameters.push_back({.id = id,
+                                   .rows = rows,
+                                   .value = value_shards[id].tensor(rows.size(), cols),
+                                   .gradient = gradient_shards[id].tensor(rows.size(), cols)});
+        if (!types.copy) continue;
+        copies[id] = Shard(DType::kBFloat16, local(values[id], id));
+        unit.parameters.back().copy = copies[id].tensor(rows.size(), cols);
       }
       for (int step = 1; step <= steps; ++step) {
         for (int id = 0; id < table.size(); ++id) {
-          const Values gradient = local(gradients(step, id), id);
-          std::copy(gradient.begin(), gradient.end(), gradient_shards[id].begin());
+          gradient_shards[id].Set(local(gradients(step, id), id));
         }
         for (const int u : order) {
           ASSERT_TRUE(
@@ -161,13 +211,16 @@ Outcome RunOptimizer(const OptimizerConfig& config, int world_size,
                   .ok());
         }
         for (const int u : order) ASSERT_TRUE(optimizer->Updated(shards[u]).Wait().ok());
+        for (int id = 0; types.copy && id < table.size(); ++id) {
+          EXPECT_EQ(copies[id].Get(), Rounded(value_shards[id].Get())) << step;
+        }
       }
       calls[rank] = optimizer->newton_schulz_work().calls;
       if (kernels != nullptr) most_at_once[rank] = kernels->most_at_once();
       for (int id = 0; id < table.size(); ++id) {
         const int64_t begin = RowsOfRank(table[id].spec.rows, world_size, rank).begin;
-        std::copy(value_shards[id].begin(), value_shards[id].end(),
-                  values[id].begin() + begin * table[id].spec.cols);
+        const Values shard = value_shards[id].Get();
+        std::copy(shard.begin(), shard.end(), values[id].begin() + begin * table[id].spec.cols);
       }
     });
   }
@@ -330,6 +383,29 @@ TEST(Rmnp, UpdateIsBitIdenticalForEveryWorldSizeAndSendsNothing) {
   }
 }
 
+TEST(Rmnp, UpdateIsBitIdenticalForEveryWorldSizeInEveryType) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 1);
+  const auto gradient = [&](int step, int id) {
+    return Random(initial[id].size(), 100 * step + id);
+  };
+  const OptimizerConfig config{.name = "rmnp", .rmnp = {.weight_decay = 0.05}};
+  for (const ShardTypes& types :
+       {ShardTypes{.copy = true}, ShardTypes{.gradient = DType::kBFloat16},
+        ShardTypes{.gradient = DType::kBFloat16, .copy = true},
+        ShardTypes{.value = DType::kBFloat16},
+        ShardTypes{.value = DType::kBFloat16, .gradient = DType::kBFloat16}}) {
+    const auto run = [&](int world_size, int threads) {
+      return RunOptimizer(config, world_size, units, initial, 4, gradient, 1, false, threads,
+                          types);
+    };
+    const Outcome one = run(1, 1);
+    for (const int world_size : {2, 3, 8}) {
+      for (const int threads : {1, 2}) EXPECT_EQ(run(world_size, threads).values, one.values);
+    }
+  }
+}
+
 constexpr MuonSchedule kSchedules[] = {MuonSchedule::kOwner, MuonSchedule::kRedundant,
                                        MuonSchedule::kBroadcast};
 constexpr DType kWires[] = {DType::kFloat32, DType::kBFloat16};
@@ -375,7 +451,7 @@ TEST(Muon, SeveralMatricesAtOnceAreOneByOneToTheBit) {
       config.muon.split = MatrixSplit::kQkv;
       for (const int world_size : {1, 2, 3}) {
         const auto run = [&](int64_t elements_at_once) {
-          return RunOptimizer(config, world_size, units, initial, 3, gradient, 1, false, 1,
+          return RunOptimizer(config, world_size, units, initial, 3, gradient, 1, false, 1, {},
                               elements_at_once);
         };
         const Outcome alone = run(1);
@@ -502,6 +578,80 @@ TEST(Optimizers, AGradientScaleThatIsNotFiniteChangesNothing) {
     const Outcome outcome = RunOptimizer({.name = name}, 2, units, initial, 2, gradient,
                                          std::numeric_limits<float>::quiet_NaN());
     EXPECT_EQ(outcome.values, initial) << name;
+  }
+}
+
+// Every optimizer, Muon by every schedule.
+std::vector<OptimizerConfig> AllConfigs() {
+  std::vector<OptimizerConfig> configs = {
+      {.name = "adamw"}, {.name = "rmnp"}, {.name = "sign_momentum"}};
+  for (const MuonSchedule schedule : kSchedules) {
+    configs.push_back({.name = "muon", .muon = {.schedule = schedule}});
+  }
+  // Values must lie between those that the copy can hold.
+  for (OptimizerConfig& config : configs) {
+    config.rmnp.weight_decay = config.muon.weight_decay = config.sign_momentum.weight_decay = 0.01;
+  }
+  return configs;
+}
+
+TEST(Optimizers, TheCopyIsTheRoundedValueAfterEveryStepAndChangesNothing) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  const auto gradient = [&](int step, int id) { return Random(initial[id].size(), step + id); };
+  for (const OptimizerConfig& config : AllConfigs()) {
+    for (const int world_size : {1, 3}) {
+      for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+        const auto run = [&](bool copy) {
+          return RunOptimizer(config, world_size, units, initial, 3, gradient, 1, false, 1,
+                              {.gradient = dtype, .copy = copy});
+        };
+        EXPECT_EQ(run(true).values, run(false).values) << config.name;
+      }
+    }
+  }
+}
+
+TEST(Optimizers, AGradientScaleThatIsNotFiniteLeavesTheCopyToo) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  const auto gradient = [&](int, int id) { return Random(initial[id].size(), id); };
+  for (const OptimizerConfig& config : AllConfigs()) {
+    // The run compares the copies with the values, which have not moved.
+    const Outcome outcome =
+        RunOptimizer(config, 2, units, initial, 2, gradient,
+                     std::numeric_limits<float>::quiet_NaN(), false, 1, {.copy = true});
+    EXPECT_EQ(outcome.values, initial) << config.name;
+  }
+}
+
+TEST(Optimizers, ABFloat16MasterIsTheFloat32OneRoundedToNearest) {
+  const auto units = UnevenUnits();
+  std::vector<Values> initial = RandomValues(units, 5);
+  for (Values& values : initial) values = Rounded(values);
+  const auto gradient = [&](int, int id) { return Random(initial[id].size(), id); };
+  for (const OptimizerConfig& config : AllConfigs()) {
+    const auto run = [&](DType value) {
+      return RunOptimizer(config, 3, units, initial, 1, gradient, 1, false, 1, {.value = value});
+    };
+    std::vector<Values> expected = run(DType::kFloat32).values;
+    for (Values& values : expected) values = Rounded(values);
+    EXPECT_EQ(run(DType::kBFloat16).values, expected) << config.name;
+    EXPECT_NE(expected, initial) << config.name;
+  }
+}
+
+TEST(Optimizers, ABFloat16GradientIsReadAsItIs) {
+  const auto units = UnevenUnits();
+  const auto initial = RandomValues(units, 5);
+  const auto gradient = [&](int step, int id) {
+    return Rounded(Random(initial[id].size(), step + id));
+  };
+  for (const OptimizerConfig& config : AllConfigs()) {
+    const auto run = [&](DType dtype) {
+      return RunOptimizer(config, 3, units, initial, 3, gradient, 1, false, 1, {.gradient = dtype});
+    };
+    EXPECT_EQ(run(DType::kBFloat16).values, run(DType::kFloat32).values) << config.name;
   }
 }
 

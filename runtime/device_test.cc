@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "runtime/allocator.h"
+#include "runtime/host_copy.h"
 
 namespace dim0 {
 namespace {
@@ -195,6 +196,119 @@ TEST_P(DeviceTest, SumOfSquaredDifferencesIsExactWhereFloat64Is) {
     ASSERT_TRUE(stream->Synchronize().ok());
     EXPECT_NEAR(sum, expected, 1e-12 * expected) << size;
   }
+}
+
+// To nearest, ties to even, at the 8 bits of a bfloat16's fraction; not for subnormal results.
+float NearestBFloat16(float value) {
+  int exponent;
+  const double fraction = std::frexp(value, &exponent);
+  return static_cast<float>(std::ldexp(std::nearbyint(std::ldexp(fraction, 8)), exponent - 8));
+}
+
+Tensor AsTensor(std::vector<BFloat16>& values, int64_t rows, int64_t cols = 1) {
+  return {values.data(), DType::kBFloat16, rows, cols};
+}
+
+std::vector<BFloat16> Rounded(const std::vector<float>& values) {
+  return {values.begin(), values.end()};
+}
+
+TEST_P(DeviceTest, CastRoundsToNearestAndTiesToEven) {
+  const auto stream = device_->NewStream("s");
+  for (const int64_t size : {0, 1, 7, 8, 9, 1000, 40001}) {
+    std::vector<float> values(size), widened(size);
+    for (int64_t i = 0; i < size; ++i) {
+      // Every 16th is a tie.
+      values[i] =
+          (1 + (i * 2311 % 4096) / 4096.0f) * std::ldexp(i % 2 == 0 ? 1.0f : -1.0f, i % 40 - 20);
+    }
+    std::vector<BFloat16> rounded(size);
+    device_->Cast(*stream, F32(values.data(), size), AsTensor(rounded, size));
+    device_->Cast(*stream, AsTensor(rounded, size), F32(widened.data(), size));
+    ASSERT_TRUE(stream->Synchronize().ok());
+    for (int64_t i = 0; i < size; ++i) EXPECT_EQ(widened[i], NearestBFloat16(values[i])) << i;
+  }
+  // 1 + 1/256 lies between 1 and 1 + 1/128, 1 + 3/256 between that and 1 + 1/64.
+  std::vector<float> ties = {1 + 1 / 256.0f, 1 + 3 / 256.0f, -1 - 1 / 256.0f}, widened(3);
+  std::vector<BFloat16> rounded(3);
+  device_->Cast(*stream, F32(ties.data(), 3), AsTensor(rounded, 3));
+  device_->Cast(*stream, AsTensor(rounded, 3), F32(widened.data(), 3));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_EQ(widened, (std::vector<float>{1, 1 + 1 / 64.0f, -1}));
+}
+
+TEST_P(DeviceTest, CastKeepsWhatIsNotFiniteAndCopiesWithinAType) {
+  const auto stream = device_->NewStream("s");
+  const float infinity = std::numeric_limits<float>::infinity();
+  std::vector<float> values = {infinity, -infinity, std::nanf(""), -0.0f,
+                               std::numeric_limits<float>::max()};
+  std::vector<BFloat16> rounded(5), again(5);
+  std::vector<float> widened(5), copied(5);
+  device_->Cast(*stream, F32(values.data(), 5), AsTensor(rounded, 5));
+  device_->Cast(*stream, AsTensor(rounded, 5), AsTensor(again, 5));
+  device_->Cast(*stream, AsTensor(again, 5), F32(widened.data(), 5));
+  device_->Cast(*stream, F32(values.data(), 2), F32(copied.data(), 2));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  EXPECT_EQ(widened[0], infinity);
+  EXPECT_EQ(widened[1], -infinity);
+  EXPECT_TRUE(std::isnan(widened[2]));
+  EXPECT_TRUE(widened[3] == 0 && std::signbit(widened[3]));
+  EXPECT_EQ(widened[4], infinity);  // nearer than the largest bfloat16
+  EXPECT_EQ(copied, (std::vector<float>{infinity, -infinity, 0, 0, 0}));
+}
+
+TEST_P(DeviceTest, BFloat16RowsAreGatheredAndAddedInFloat32) {
+  const auto stream = device_->NewStream("s");
+  std::vector<BFloat16> source = Rounded({1, 2, 3, 4, 5, 6});
+  const std::vector<int32_t> rows = {2, 0};
+  std::vector<BFloat16> target(4);
+  device_->GatherRows(*stream, AsTensor(source, 3, 2), rows.data(), AsTensor(target, 2, 2));
+  // 256 + 1 and 258 + 1 lie half-way between bfloat16 values.
+  std::vector<BFloat16> sums = Rounded({256, 258, 7, 7, 10, 0.5f}), addends = Rounded({1, 1, 2, 3});
+  const std::vector<int32_t> into = {0, 2};
+  device_->AddRows(*stream, AsTensor(addends, 2, 2), into.data(), AsTensor(sums, 3, 2));
+  ASSERT_TRUE(stream->Synchronize().ok());
+  const auto floats = [](const std::vector<BFloat16>& values) {
+    std::vector<float> widened;
+    for (const BFloat16 value : values) widened.push_back(static_cast<float>(value));
+    return widened;
+  };
+  EXPECT_EQ(floats(target), (std::vector<float>{5, 6, 1, 2}));
+  EXPECT_EQ(floats(sums), (std::vector<float>{256, 260, 7, 7, 12, 3.5f}));
+}
+
+TEST_P(DeviceTest, SumsOfBFloat16SquaresAreExactWhereFloat64Is) {
+  const auto stream = device_->NewStream("s");
+  for (const int64_t size : {0, 1, 7, 1000, (1 << 18) + 1}) {
+    std::vector<BFloat16> a, b;
+    double squares = 0, differences = 0;
+    for (int64_t i = 0; i < size; ++i) {
+      a.emplace_back(static_cast<float>(i % 256 - 128));
+      b.emplace_back(static_cast<float>(i % 99));
+      squares += std::pow(i % 256 - 128, 2);
+      differences += std::pow(i % 256 - 128 - i % 99, 2);
+    }
+    double results[2] = {-1, -1};
+    device_->SumOfSquares(*stream, AsTensor(a, size), &results[0]);
+    device_->SumOfSquaredDifferences(*stream, AsTensor(a, size), AsTensor(b, size), &results[1]);
+    ASSERT_TRUE(stream->Synchronize().ok());
+    EXPECT_EQ(results[0], squares) << size;
+    EXPECT_EQ(results[1], differences) << size;
+  }
+}
+
+TEST_P(DeviceTest, FloatsOfTheHostAreRoundedOnTheirWayAndComeBackExactly) {
+  const auto stream = device_->NewStream("s");
+  const std::vector<float> values = {1, 1 + 3 / 256.0f, -2.5f};
+  std::vector<float> back(3), exact(3), floats(3);
+  std::vector<BFloat16> halves(3);
+  ASSERT_TRUE(CopyFloatsFromHost(*device_, *stream, values, AsTensor(halves, 3)).ok());
+  ASSERT_TRUE(CopyFloatsToHost(*device_, *stream, AsTensor(halves, 3), absl::MakeSpan(back)).ok());
+  EXPECT_EQ(back, (std::vector<float>{1, 1 + 1 / 64.0f, -2.5f}));
+  const Tensor tensor = F32(floats.data(), 3);
+  ASSERT_TRUE(CopyFloatsFromHost(*device_, *stream, values, tensor).ok());
+  ASSERT_TRUE(CopyFloatsToHost(*device_, *stream, tensor, absl::MakeSpan(exact)).ok());
+  EXPECT_EQ(exact, values);
 }
 
 TEST_P(DeviceTest, CopyMovesBytesWithinTheDevice) {

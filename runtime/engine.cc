@@ -120,8 +120,8 @@ absl::Status EngineOptions::Validate() const {
   }
   if (master_dtype == DType::kBFloat16 && param_dtype == DType::kFloat32) {
     return absl::InvalidArgumentError(
-        "param_dtype float32 with master_dtype bfloat16 would send twice the bytes of the same "
-        "values; choose param_dtype bfloat16 as well, or master_dtype float32");
+        "--param_dtype=float32 with --master_dtype=bfloat16 would send twice the bytes of the same "
+        "values; choose --param_dtype=bfloat16 too, or --master_dtype=float32");
   }
   return absl::OkStatus();
 }

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <set>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -28,6 +29,23 @@ namespace {
 
 constexpr double kLr = 0.25;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr DType kF32 = DType::kFloat32, kBF16 = DType::kBFloat16;
+
+float Round(float value, DType dtype) {
+  return dtype == kBF16 ? static_cast<float>(BFloat16(value)) : value;
+}
+
+float Get(const Tensor& tensor, int64_t element) {
+  float value = 0;
+  WithElements(tensor, [&](const auto* values) { value = static_cast<float>(values[element]); });
+  return value;
+}
+
+void Set(const Tensor& tensor, int64_t element, float value) {
+  WithElements(tensor, [&](auto* values) {
+    values[element] = std::remove_reference_t<decltype(*values)>(value);
+  });
+}
 
 // Small integers and powers of two throughout: float32 holds every value exactly.
 float GradientOf(int parameter, int64_t element) {
@@ -66,7 +84,14 @@ class ToyModel : public Model {
  public:
   static constexpr int64_t kMostTokens = 5;
 
-  ToyModel(int blocks, bool jitter) : units_(ToyUnits(blocks)), table_(units_), jitter_(jitter) {
+  // `computes` is the type of what it is given and writes.
+  ToyModel(int blocks, bool jitter, const EngineOptions& options = {}, DType computes = kF32)
+      : units_(ToyUnits(blocks)),
+        table_(units_),
+        jitter_(jitter),
+        master_(options.master_dtype),
+        gathered_(options.param_dtype),
+        computes_(computes) {
     stages_.push_back({"first", 0, {{kTable, kMostTokens}, {kPlaces, kMostTokens}}});
     for (int i = 0; i < blocks; ++i) stages_.push_back({units_[i + 1].name, i + 1});
     stages_.push_back({"last", 0});
@@ -74,6 +99,8 @@ class ToyModel : public Model {
 
   absl::Span<const UnitSpec> units() const override { return units_; }
   absl::Span<const Stage> stages() const override { return stages_; }
+  DType parameter_dtype() const override { return computes_; }
+  DType gradient_dtype() const override { return computes_; }
   absl::Status Allocate(Allocator&, int64_t, int64_t, bool) override { return absl::OkStatus(); }
   double FlopsPerToken(int64_t) const override { return 1; }
 
@@ -136,13 +163,14 @@ class ToyModel : public Model {
           for (size_t i = 0; i < targets.size(); ++i) {
             const int id = table_.first(unit) + i;
             for (int64_t e = 0; e < targets[i].size(); ++e) {
-              float& target = targets[i].f32()[e];
-              target = (accumulate ? target : 0) + scale * GradientOf(id, e);
+              EXPECT_EQ(targets[i].dtype, computes_);
+              const float held = accumulate ? Get(targets[i], e) : 0;
+              Set(targets[i], e, held + scale * GradientOf(id, e));
             }
           }
           const int position = poison_.parameter - table_.first(unit);
           if (!poison_.looked_up && position >= 0 && position < static_cast<int>(targets.size())) {
-            targets[position].f32()[poison_.element] = poison_.value;
+            Set(targets[position], poison_.element, poison_.value);
           }
           return absl::OkStatus();
         });
@@ -184,10 +212,18 @@ class ToyModel : public Model {
   int64_t wrong() const { return wrong_; }
   int64_t checked() const { return checked_; }
 
-  float Expected(int id, int64_t element, int64_t steps) const {
+  // What the shards hold; a bfloat16 master is rounded in every step.
+  float Master(int id, int64_t element, int64_t steps) const {
     const float start = table_[id].spec.init.kind == Init::Kind::kOne ? 1 : 0;
-    return start -
-           static_cast<float>(kLr * weights_.Of(id, element) * steps) * GradientOf(id, element);
+    const double step = kLr * weights_.Of(id, element) * GradientOf(id, element);
+    if (master_ == kF32) return start - static_cast<float>(step * steps);
+    float value = start;
+    for (int64_t s = 0; s < steps; ++s) value = Round(value - static_cast<float>(step), master_);
+    return value;
+  }
+  // What the model is given.
+  float Expected(int id, int64_t element, int64_t steps) const {
+    return Round(Master(id, element, steps), gathered_);
   }
 
  private:
@@ -202,9 +238,10 @@ class ToyModel : public Model {
       Jitter();
       for (size_t i = 0; i < whole.size(); ++i) {
         const int id = table_.first(unit) + i;
+        EXPECT_EQ(whole[i].dtype, computes_);
         for (int64_t e = 0; e < whole[i].size(); ++e) {
           ++checked_;
-          if (whole[i].f32()[e] != Expected(id, e, steps)) ++wrong_;
+          if (Get(whole[i], e) != Expected(id, e, steps)) ++wrong_;
         }
       }
       return absl::OkStatus();
@@ -226,7 +263,7 @@ class ToyModel : public Model {
                          const int64_t cols = tables[k].cols;
                          const int64_t element = distinct[k][e / cols] * cols + e % cols;
                          ++checked_;
-                         if (tables[k].f32()[e] != Expected(kLookedUp[k], element, steps)) ++wrong_;
+                         if (Get(tables[k], e) != Expected(kLookedUp[k], element, steps)) ++wrong_;
                        }
                      }
                      return absl::OkStatus();
@@ -242,9 +279,9 @@ class ToyModel : public Model {
         const int32_t row = distinct[k][e / cols];
         const int64_t element = row * cols + e % cols;
         const auto uses = std::count(rows[k].begin(), rows[k].end(), row);
-        targets[k].f32()[e] = scale * uses * GradientOf(kLookedUp[k], element);
+        Set(targets[k], e, scale * uses * GradientOf(kLookedUp[k], element));
         if (poison_.looked_up && poison_.parameter == kLookedUp[k] && poison_.element == element) {
-          targets[k].f32()[e] = poison_.value;
+          Set(targets[k], e, poison_.value);
         }
       }
     }
@@ -255,6 +292,7 @@ class ToyModel : public Model {
   const std::vector<UnitSpec> units_;
   const ParameterTable table_;
   const bool jitter_;
+  const DType master_, gathered_, computes_;
   std::vector<Stage> stages_;
   // Of the micro-batch being enqueued: what it uses of each lookup, and the distinct rows of that.
   std::vector<std::vector<int32_t>> rows_, distinct_;
@@ -284,8 +322,11 @@ class Sgd : public Optimizer {
       if (!std::isfinite(*params.gradient_scale)) return absl::OkStatus();
       for (const ParameterShard& shard : unit.parameters) {
         for (int64_t i = 0; i < shard.value.size(); ++i) {
-          shard.value.f32()[i] -=
-              static_cast<float>(kLr) * *params.gradient_scale * shard.gradient.f32()[i];
+          const float step =
+              static_cast<float>(kLr) * *params.gradient_scale * Get(shard.gradient, i);
+          const float value = Get(shard.value, i) - step;
+          Set(shard.value, i, value);
+          if (shard.copy.rows > 0) Set(shard.copy, i, value);
         }
       }
       return absl::OkStatus();
@@ -325,10 +366,11 @@ struct ToyBatch {
 
 // One rank's engine with a toy model and SGD.
 struct ToyRank {
-  ToyRank(ProcessGroup& group, const EngineOptions& options, int blocks, bool jitter = false)
+  ToyRank(ProcessGroup& group, const EngineOptions& options, int blocks, bool jitter = false,
+          DType computes = kF32)
       : device(*CreateDevice(Backend::kCpu, 1)),
         allocator(device.get()),
-        model(blocks, jitter),
+        model(blocks, jitter, options, computes),
         sgd(*device, jitter),
         engine(*Engine::Create(options, model, group, *device, allocator, &sgd)) {}
 
@@ -352,6 +394,7 @@ struct Case {
   int blocks;
   EngineOptions options;
   int micro_batches;
+  DType computes = kF32;
 };
 
 class EngineTest : public testing::TestWithParam<Case> {};
@@ -369,7 +412,7 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
   const Case& c = GetParam();
   constexpr int kSteps = 5;
   OnRanks(c.world_size, [&](int rank, ProcessGroup& group) {
-    ToyRank toy(group, c.options, c.blocks, /*jitter=*/true);
+    ToyRank toy(group, c.options, c.blocks, /*jitter=*/true, c.computes);
     ASSERT_TRUE(toy.engine->Start(1).ok());
     // The sum over ranks and micro-batches is divided by global_tokens, 8.
     ToyModel::Weights weights;
@@ -401,11 +444,27 @@ TEST_P(EngineTest, EveryStageSeesTheParametersOfItsStep) {
       std::vector<float> whole(rank == 0 ? table[id].spec.size() : 0);
       ASSERT_TRUE(toy.engine->GatherToRankZero(id, absl::MakeSpan(whole)).ok());
       for (size_t e = 0; e < whole.size(); ++e)
-        EXPECT_EQ(whole[e], toy.model.Expected(id, e, kSteps));
+        EXPECT_EQ(whole[e], toy.model.Master(id, e, kSteps));
     }
     EXPECT_GT(toy.model.checked(), 0);
     EXPECT_EQ(toy.model.wrong(), 0) << "of " << toy.model.checked();
   });
+}
+
+// Every choice of types that may be chosen but float32 throughout.
+std::vector<EngineOptions> DTypeChoices() {
+  std::vector<EngineOptions> choices;
+  for (const DType master : {kF32, kBF16}) {
+    for (const DType param : {kF32, kBF16}) {
+      for (const DType reduce : {kF32, kBF16}) {
+        EngineOptions options = {
+            .master_dtype = master, .param_dtype = param, .reduce_dtype = reduce};
+        const bool all_float32 = master == kF32 && param == kF32 && reduce == kF32;
+        if (options.Validate().ok() && !all_float32) choices.push_back(options);
+      }
+    }
+  }
+  return choices;
 }
 
 std::vector<Case> Cases() {
@@ -425,6 +484,17 @@ std::vector<Case> Cases() {
     cases.push_back({world_size, 1, {}, 2});
     cases.push_back({world_size, 0, {}, 1});
   }
+  // With casts on the way, and with a model that takes and writes what travels as it is.
+  for (const int world_size : {1, 3, 8}) {
+    for (const DType computes : {kF32, kBF16}) {
+      for (EngineOptions types : DTypeChoices()) {
+        cases.push_back({world_size, 3, types, 1, computes});
+        types.sync_every_micro_batch = false;
+        types.clip = kInfinity;
+        cases.push_back({world_size, 2, types, 3, computes});
+      }
+    }
+  }
   return cases;
 }
 
@@ -433,7 +503,11 @@ std::string CaseName(const testing::TestParamInfo<Case>& info) {
   return absl::StrCat("Ranks", c.world_size, "Blocks", c.blocks,
                       c.options.reshard_after_forward ? "Reshard" : "Keep", "Prefetch",
                       c.options.prefetch, c.options.sync_every_micro_batch ? "Sync" : "NoSync",
-                      c.options.clip > 0 ? "Clip" : "", "Micro", c.micro_batches);
+                      c.options.clip > 0 ? "Clip" : "", "Micro", c.micro_batches,
+                      c.options.master_dtype == kBF16 ? "MasterBFloat16" : "",
+                      c.options.param_dtype == kBF16 ? "ParamBFloat16" : "",
+                      c.options.reduce_dtype == kBF16 ? "ReduceBFloat16" : "",
+                      c.computes == kBF16 ? "ModelBFloat16" : "");
 }
 
 INSTANTIATE_TEST_SUITE_P(All, EngineTest, testing::ValuesIn(Cases()), CaseName);
@@ -478,6 +552,25 @@ TEST(EngineBytes, EqualTheRingFormulasToTheByte) {
     EXPECT_EQ(BytesOfOneStep(n, {}, 3, Purpose::kGradient), 3 * (n - 1) * (all + rows));
     EXPECT_EQ(BytesOfOneStep(n, {.sync_every_micro_batch = false}, 3, Purpose::kGradient),
               (n - 1) * (all + 3 * rows));
+  }
+}
+
+TEST(EngineBytes, OfWhatTravelsInBFloat16AreHalf) {
+  for (const int n : {2, 3, 8}) {
+    for (const EngineOptions& base : {EngineOptions{}, EngineOptions{.prefetch = 0},
+                                      EngineOptions{.reshard_after_forward = false},
+                                      EngineOptions{.sync_every_micro_batch = false}}) {
+      const int64_t parameter = BytesOfOneStep(n, base, 2, Purpose::kParameter);
+      const int64_t gradient = BytesOfOneStep(n, base, 2, Purpose::kGradient);
+      EngineOptions options = base;
+      options.param_dtype = kBF16;
+      EXPECT_EQ(2 * BytesOfOneStep(n, options, 2, Purpose::kParameter), parameter);
+      EXPECT_EQ(BytesOfOneStep(n, options, 2, Purpose::kGradient), gradient);
+      options = base;
+      options.reduce_dtype = kBF16;
+      EXPECT_EQ(BytesOfOneStep(n, options, 2, Purpose::kParameter), parameter);
+      EXPECT_EQ(2 * BytesOfOneStep(n, options, 2, Purpose::kGradient), gradient);
+    }
   }
 }
 
@@ -604,6 +697,29 @@ TEST(Engine, RanksWithDifferentPlansAreRefusedByName) {
   });
 }
 
+TEST(Engine, RanksThatSendDifferentTypesAreRefusedByName) {
+  for (const EngineOptions& types : DTypeChoices()) {
+    OnRanks(3, [&](int rank, ProcessGroup& group) {
+      ToyRank toy(group, rank == 1 ? types : EngineOptions{}, 1);
+      const absl::Status status = toy.engine->Start(1);
+      ASSERT_FALSE(status.ok());
+      EXPECT_NE(status.message().find("rank(s) 1"), absl::string_view::npos) << status;
+    });
+  }
+}
+
+TEST(Engine, TypesThatMakeNoSenseAreRefused) {
+  const absl::Status wider = EngineOptions{.master_dtype = kBF16, .param_dtype = kF32}.Validate();
+  EXPECT_EQ(wider.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_NE(wider.message().find("--param_dtype=bfloat16"), absl::string_view::npos) << wider;
+  for (DType EngineOptions::*dtype :
+       {&EngineOptions::master_dtype, &EngineOptions::param_dtype, &EngineOptions::reduce_dtype}) {
+    EngineOptions options;
+    options.*dtype = DType::kInt32;
+    EXPECT_EQ(options.Validate().code(), absl::StatusCode::kInvalidArgument);
+  }
+}
+
 TEST(Engine, ARankThatFailsTakesTheOthersWithIt) {
   OnRanks(2, [&](int rank, ProcessGroup& group) {
     ToyRank toy(group, {}, 1);
@@ -645,6 +761,24 @@ TEST(Engine, PlannedMemoryIsWhatARunAllocates) {
         const Batch batch = data.batch();
         ASSERT_TRUE(engine->TrainStep({&batch, 1}, 1, {}, nullptr).ok());
         EXPECT_EQ(plan.peak().bytes, allocator.peak().bytes);
+      });
+    }
+  }
+}
+
+TEST(Engine, PlannedMemoryIsWhatARunAllocatesInEveryType) {
+  for (const EngineOptions& options : DTypeChoices()) {
+    for (const DType computes : {kF32, kBF16}) {
+      OnRanks(3, [&](int, ProcessGroup& group) {
+        const auto device = *CreateDevice(Backend::kCpu, 1);
+        ToyModel model(4, false, options, computes);
+        Sgd sgd(*device, false);
+        Allocator plan = Allocator::ForPlan();
+        ASSERT_TRUE(Engine::Create(options, model, group, *device, plan, &sgd).ok());
+        ToyRank toy(group, options, 4, false, computes);
+        ASSERT_TRUE(toy.engine->Start(1).ok());
+        ASSERT_TRUE(toy.Step().ok());
+        EXPECT_EQ(plan.peak().bytes, toy.allocator.peak().bytes);
       });
     }
   }

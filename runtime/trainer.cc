@@ -175,7 +175,9 @@ class RankRun {
     DIM0_ASSIGN_OR_RETURN(const std::vector<double> rates,
                           ExchangeStruct(*engine_, device_->MeasureMatMulRate(kMatMulMeasurement)));
     matmul_rate_ = std::accumulate(rates.begin(), rates.end(), 0.0);
-    if (leads()) spdlog::info("SGEMM rate {:.1f} GFLOP/s over all ranks", matmul_rate_ * 1e-9);
+    if (leads()) {
+      spdlog::info("{} rate {:.1f} GFLOP/s over all ranks", matmul_name(), matmul_rate_ * 1e-9);
+    }
     return absl::OkStatus();
   }
 
@@ -221,6 +223,7 @@ class RankRun {
                  Printable(why.message()));
   }
 
+  std::string matmul_name() const { return std::string(device_->matmul_name()); }
   int64_t weight_bytes() const { return engine_->table().elements() * sizeof(float); }
   int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
   double FlopsFraction(double seconds) const {
@@ -321,9 +324,9 @@ class RankRun {
     if (step % options_.log_every == 0 || step == 1 || step == options_.steps || result.stop) {
       spdlog::info(
           "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  {}{:.0f} ms  {:.0f} tokens/s  "
-          "{:.2f} of SGEMM",
+          "{:.2f} of {}",
           step, absl::StrCat(options_.steps).size(), options_.steps, result.loss,
-          result.gradient_norm, rates, seconds * 1e3, tokens_per_second, fraction);
+          result.gradient_norm, rates, seconds * 1e3, tokens_per_second, fraction, matmul_name());
     }
     return absl::OkStatus();
   }
@@ -389,6 +392,7 @@ class RankRun {
                                           sent.gradient, sent.optimizer},
                                          optimizer_->newton_schulz_work()}));
     TrainingSummary summary;
+    summary.matmul_name = matmul_name();
     summary.steps = steps_done_;
     summary.stopped = stopped_;
     summary.final_loss = final_loss_;
@@ -445,7 +449,8 @@ class RankRun {
                  {"final_loss", summary.final_loss},
                  {"val_loss", std::isfinite(summary.val_loss) ? Json(summary.val_loss) : Json()},
                  {"tokens_per_s", tokens_per_step() / step_seconds},
-                 {"sgemm_gflops", matmul_rate_ * 1e-9},
+                 {"matmul", matmul_name()},
+                 {"matmul_gflops", matmul_rate_ * 1e-9},
                  {"flops_fraction", FlopsFraction(step_seconds)},
                  {"forward_backward_flops_fraction",
                   FlopsFraction(mean_after_first(forward_backward_seconds_))},

@@ -98,8 +98,9 @@ struct TrainingSummary {
   // the time it took.
   double newton_schulz_imbalance_predicted = 1;
   double newton_schulz_imbalance_measured = 1;
-  double newton_schulz_flops_fraction = 0;  // of the SGEMM rate
+  double newton_schulz_flops_fraction = 0;  // of the matrix-product rate
 
+  std::string matmul_name;   // what the products are called whose rate that is a fraction of
   std::string trace_report;  // for the terminal; empty if nothing was traced
 };
 

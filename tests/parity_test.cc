@@ -27,6 +27,14 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
+constexpr DType kBF16 = DType::kBFloat16;
+
+// What travels is bfloat16.
+constexpr EngineOptions kShortWires = {.clip = 1.0, .param_dtype = kBF16, .reduce_dtype = kBF16};
+// So is all that is stored of parameters and gradients.
+constexpr EngineOptions kShortShards = {
+    .clip = 1.0, .master_dtype = kBF16, .param_dtype = kBF16, .reduce_dtype = kBF16};
+
 const std::map<std::string, double> kTolerance = {
     {"adamw", 1e-5}, {"rmnp", 1e-4}, {"muon", 1e-3}, {"sign_momentum", 1e-3}};
 
@@ -60,6 +68,49 @@ TEST_P(Parity, TwoRunsAlikeAreBitIdentical) {
     EXPECT_EQ(first.weights, second.weights);
     EXPECT_EQ(first.val_losses.size(), 4u);  // after 6, 12, 18 and 20
   }
+}
+
+TEST_P(Parity, InBFloat16LossesAtManyRanksAreNearThoseAt1AndOfFloat32) {
+  const RunResult exact = TrainOnce({.optimizer = GetParam()});
+  for (const EngineOptions& engine : {kShortWires, kShortShards}) {
+    const RunResult one = TrainOnce({.optimizer = GetParam(), .engine = engine});
+    EXPECT_NE(one.losses, exact.losses);
+    EXPECT_LT(LargestRelativeDifference(one.losses, exact.losses), 0.02);
+    for (const int ranks : {2, 3, 12}) {
+      const RunResult many = TrainOnce(
+          {.optimizer = GetParam(), .ranks = ranks, .batch = 12 / ranks, .engine = engine});
+      EXPECT_LT(LargestRelativeDifference(many.losses, one.losses), 0.02) << ranks;
+      EXPECT_LT(LargestRelativeDifference(many.val_losses, one.val_losses), 0.02) << ranks;
+    }
+  }
+}
+
+TEST_P(Parity, InBFloat16TwoRunsAlikeAreBitIdenticalWhateverTheSchedule) {
+  for (const EngineOptions& engine : {kShortWires, kShortShards}) {
+    const Variant base = {
+        .optimizer = GetParam(), .ranks = 3, .batch = 4, .steps = 6, .engine = engine};
+    const RunResult expected = TrainOnce(base);
+    std::vector<Variant> variants(4, base);
+    variants[1].engine.prefetch = 0;
+    variants[2].engine.reshard_after_forward = false;
+    variants[3].threads = 2;
+    for (const Variant& variant : variants) {
+      const RunResult run = TrainOnce(variant);
+      EXPECT_EQ(run.losses, expected.losses);
+      EXPECT_EQ(run.weights, expected.weights);
+    }
+  }
+}
+
+TEST_P(Parity, WeightsAreSavedExactlyAsTheMasterHasThem) {
+  const auto in_bfloat16 = [](const RunResult& run) {
+    return std::all_of(run.weights.begin(), run.weights.end(),
+                       [](float w) { return static_cast<float>(BFloat16(w)) == w; });
+  };
+  EXPECT_TRUE(in_bfloat16(TrainOnce(
+      {.optimizer = GetParam(), .ranks = 2, .batch = 2, .steps = 2, .engine = kShortShards})));
+  EXPECT_FALSE(in_bfloat16(TrainOnce(
+      {.optimizer = GetParam(), .ranks = 2, .batch = 2, .steps = 2, .engine = kShortWires})));
 }
 
 TEST_P(Parity, SchedulingOptionsDoNotChangeASingleBit) {
@@ -155,9 +206,25 @@ TEST_P(Parity, SummaryHoldsTheRingFormulasBytesAndTheCalls) {
   }
 }
 
+TEST_P(Parity, SummaryHoldsHalfTheBytesForWhatTravelsInBFloat16) {
+  Variant variant = {.optimizer = GetParam(), .ranks = 3, .batch = 2, .steps = 3};
+  const json full = TrainOnce(variant).summary["bytes_per_step"];
+  variant.engine = kShortWires;
+  const json half = TrainOnce(variant).summary["bytes_per_step"];
+  // Means over ranks and steps are rounded to bytes.
+  EXPECT_NEAR(half["parameter"].get<double>(), full["parameter"].get<double>() / 2, 1);
+  EXPECT_NEAR(half["gradient"].get<double>(), full["gradient"].get<double>() / 2, 1);
+  EXPECT_EQ(half["optimizer"], full["optimizer"]);
+}
+
 TEST_P(Parity, MeasuredPeakMemoryIsThePredicted) {
-  for (const int ranks : {1, 4}) {
-    const Variant variant = {.optimizer = GetParam(), .ranks = ranks, .batch = 3, .steps = 2};
+  for (const EngineOptions& engine :
+       {EngineOptions{.clip = 1.0}, kShortWires, kShortShards,
+        EngineOptions{.clip = 1.0, .param_dtype = kBF16},
+        EngineOptions{.sync_every_micro_batch = false, .reduce_dtype = kBF16}}) {
+    const int ranks = engine.param_dtype == kBF16 ? 3 : 4;
+    const Variant variant = {
+        .optimizer = GetParam(), .ranks = ranks, .batch = 3, .steps = 2, .engine = engine};
     const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
     MemoryUse fullest;
     for (const MemoryUse& rank : plan) {
@@ -223,6 +290,22 @@ TEST_P(Parity, DiagnosticsCostMemoryAsPredictedAndChangeNothing) {
       }
     }
   }
+}
+
+TEST_P(Parity, DiagnosticsMeasureABFloat16MasterToo) {
+  const Variant variant = {.optimizer = GetParam(),
+                           .ranks = 2,
+                           .batch = 2,
+                           .steps = 2,
+                           .engine = kShortShards,
+                           .diagnostics_every = 2};
+  const RunResult run = TrainOnce(variant);
+  for (const char* group : {"matrices", "embeddings"}) {
+    EXPECT_GT(run.diagnostics.at(2)["update_rms"][group].get<double>(), 0) << group;
+  }
+  // Beside the momenta: a copy of the shards of half the length.
+  const auto plan = *PlanMemory(OptionsOf(variant, ""), WorkloadOf(variant));
+  EXPECT_EQ(run.summary["peak_memory_bytes"]["diagnostics"], plan[0][MemoryPurpose::kDiagnostics]);
 }
 
 TEST(Stop, ARaisedFlagEndsTheRunWithItsFilesWhole) {

@@ -165,6 +165,12 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--diagnostics_every=-1"}, "--diagnostics_every=-1", "must be 0 or more"},
       {{"--weight_decay=inf"}, "--weight_decay=inf", "must be 0 or more"},
       {{"--muon_schedule=ring"}, "--muon_schedule=ring", "choose owner, redundant or broadcast"},
+      {{"--param_dtype=half"}, "--param_dtype=half", "choose auto, float32 or bfloat16"},
+      {{"--reduce_dtype=int32"}, "--reduce_dtype=int32", "choose auto, float32 or bfloat16"},
+      {{"--master_dtype=auto"}, "--master_dtype=auto", "choose float32 or bfloat16"},
+      {{"--master_dtype=bfloat16"},
+       "--param_dtype=float32 with --master_dtype=bfloat16",
+       "choose --param_dtype=bfloat16 too, or --master_dtype=float32"},
       {{"--muon_wire=int8"}, "--muon_wire=int8", "choose bfloat16 or float32"},
       {{"--muon_scale=big"}, "--muon_scale=big", "choose spectral, match_rms or unit"},
       {{"--muon_split=on"}, "--muon_split=on", "choose off, qkv or heads"},
@@ -335,7 +341,7 @@ TEST_F(ProgramsTest, TrainWritesTheMetricsAndTheSummaryOfARun) {
   EXPECT_EQ(summary.at("steps"), 4);
   EXPECT_EQ(summary.at("final_loss"), metrics.steps.back().at("loss"));
   EXPECT_EQ(summary.at("val_loss"), metrics.validations.back().at("val_loss"));
-  for (const char* key : {"tokens_per_s", "sgemm_gflops", "flops_fraction"}) {
+  for (const char* key : {"tokens_per_s", "matmul_gflops", "flops_fraction"}) {
     EXPECT_GT(summary.at(key).get<double>(), 0) << key;
   }
   // Four hidden matrices, each orthogonalized by its owner alone.
@@ -371,6 +377,12 @@ TEST_F(ProgramsTest, TrainTellsHowEvenlyNewtonSchulzWasShared) {
   // rank's, (73728 + 2 x 24576) each.
   EXPECT_DOUBLE_EQ(summary.at("newton_schulz").at("imbalance_predicted").get<double>(), 1);
   EXPECT_GE(summary.at("newton_schulz").at("imbalance_measured").get<double>(), 1);
+}
+
+TEST_F(ProgramsTest, TrainsInTheTypesThatItIsTold) {
+  const Outcome outcome = TrainToTheEnd({"--ranks=2", "--param_dtype=bfloat16",
+                                         "--reduce_dtype=bfloat16", "--master_dtype=bfloat16"});
+  EXPECT_THAT(outcome.out, HasSubstr("shards bfloat16, gathered as bfloat16, reduced as bfloat16"));
 }
 
 TEST_F(ProgramsTest, TrainWarnsOfOptionsOfAnotherOptimizer) {

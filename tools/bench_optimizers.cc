@@ -361,7 +361,7 @@ absl::Status PrintRatios(const Setup& setup, const std::vector<SchemeResult>& re
   }
   if (!RunsNewtonSchulz(setup)) return absl::OkStatus();
   DIM0_ASSIGN_OR_RETURN(const NewtonSchulzResult newton_schulz, MeasureNewtonSchulz(setup.options));
-  spdlog::info("Newton-Schulz: {:.3g} of the SGEMM rate, counting the FLOPs that it executes",
+  spdlog::info("Newton-Schulz: {:.3g} of the matrix-product rate, counting the FLOPs that it executes",
                newton_schulz.of_matmul_rate);
   spdlog::info("Newton-Schulz at {} x {}: {:.3g} times as fast as the standard algorithm",
                newton_schulz.rows, newton_schulz.cols, newton_schulz.speedup_over_standard);

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <tuple>
@@ -97,6 +98,14 @@ ABSL_FLAG(std::string, schedule, "constant", "after warm-up: constant or cosine"
 ABSL_FLAG(double, clip, 1.0,
           "largest global gradient norm; inf: no clipping; 0: none either, and units are updated "
           "during backward, before the norm is known");
+ABSL_FLAG(std::string, param_dtype, "auto",
+          "type in which parameters are gathered: float32, bfloat16, or auto (what the device "
+          "computes in fastest: float32 on a CPU, which then computes in float32 either way)");
+ABSL_FLAG(std::string, reduce_dtype, "auto",
+          "type in which gradients are reduced and accumulate in the shards: float32, bfloat16, or "
+          "auto (float32)");
+ABSL_FLAG(std::string, master_dtype, "float32",
+          "type of the parameters that the optimizer updates: float32 or bfloat16");
 ABSL_FLAG(uint64_t, seed, 0, "seed of the weights and of the order of the data");
 ABSL_FLAG(std::string, data, "", "a text file (its bytes are the tokens) or a glob of .bin files");
 ABSL_FLAG(double, val_fraction, 0.05, "part of the data, at its end, held out for validation");
@@ -158,9 +167,11 @@ struct Setup {
 
   Workload MakeWorkload() const {
     Workload workload;
-    workload.make_model = [config = model, recompute = recompute](
+    workload.make_model = [config = model, recompute = recompute,
+                           param = trainer.engine.param_dtype,
+                           reduce = trainer.engine.reduce_dtype](
                               Device& device) -> absl::StatusOr<std::unique_ptr<Model>> {
-      return std::make_unique<Gpt2>(config, recompute, device);
+      return std::make_unique<Gpt2>(config, recompute, device, param, reduce);
     };
     workload.make_optimizer = [config = optimizer](Device& device, ProcessGroup& group) {
       return CreateOptimizer(config, device, group);
@@ -240,6 +251,17 @@ absl::StatusOr<TraceOptions> TraceFromFlags() {
     return absl::InvalidArgumentError("--trace_steps needs --trace=DIR, the folder of the trace");
   }
   return trace;
+}
+
+// --param_dtype and its like; `automatic` is what "auto" stands for, if it may stand there.
+absl::StatusOr<DType> DTypeFromFlag(absl::string_view flag, absl::string_view value,
+                                    std::optional<DType> automatic = std::nullopt) {
+  if (value == "auto" && automatic) return *automatic;
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    if (value == Name(dtype)) return dtype;
+  }
+  return absl::InvalidArgumentError(absl::StrCat("--", flag, "=", value, " is unknown; choose ",
+                                                 automatic ? "auto, " : "", "float32 or bfloat16"));
 }
 
 absl::Status AtLeast(absl::string_view flag, double value, double least) {
@@ -393,6 +415,15 @@ absl::StatusOr<Setup> SetupFromFlags() {
                     .prefetch = absl::GetFlag(FLAGS_prefetch),
                     .sync_every_micro_batch = absl::GetFlag(FLAGS_accum_sync),
                     .clip = absl::GetFlag(FLAGS_clip)};
+  DIM0_ASSIGN_OR_RETURN(trainer.engine.param_dtype,
+                        DTypeFromFlag("param_dtype", absl::GetFlag(FLAGS_param_dtype),
+                                      DefaultParameterDType(trainer.backend)));
+  DIM0_ASSIGN_OR_RETURN(
+      trainer.engine.reduce_dtype,
+      DTypeFromFlag("reduce_dtype", absl::GetFlag(FLAGS_reduce_dtype), DType::kFloat32));
+  DIM0_ASSIGN_OR_RETURN(trainer.engine.master_dtype,
+                        DTypeFromFlag("master_dtype", absl::GetFlag(FLAGS_master_dtype)));
+  DIM0_RETURN_IF_ERROR(trainer.engine.Validate());
   trainer.batch = absl::GetFlag(FLAGS_batch);
   trainer.grad_accum = absl::GetFlag(FLAGS_grad_accum);
   trainer.seq_len = seq_len;
@@ -506,6 +537,9 @@ absl::StatusOr<TrainingSummary> Run(const Setup& setup) {
   spdlog::info("{} tokens of data; {} sequences of {} tokens a step; {} ranks x {} threads; {}",
                dataset->tokens(), setup.trainer.sequences_per_step(), setup.trainer.seq_len,
                setup.trainer.ranks, setup.trainer.threads_per_rank, setup.optimizer.name);
+  const EngineOptions& engine = setup.trainer.engine;
+  spdlog::info(absl::StrCat("shards ", Name(engine.master_dtype), ", gathered as ",
+                            Name(engine.param_dtype), ", reduced as ", Name(engine.reduce_dtype)));
   if (dataset->is_text() && setup.model.vocab > 256) {
     spdlog::info("the data are bytes: --vocab=256 would do, instead of {}", setup.model.vocab);
   }
@@ -524,11 +558,12 @@ void PrintSummary(const Setup& setup, const TrainingSummary& summary) {
   }
   if (summary.newton_schulz_calls > 0) {
     spdlog::info(
-        "Newton-Schulz: {:.0f} runs a step at {:.2f} of SGEMM; the busiest rank has {:.3f} of the "
-        "mean work as predicted, {:.3f} as measured",
+        "Newton-Schulz: {:.0f} runs a step at {:.2f} of {}; the busiest rank has {:.3f} of the "
+        "mean "
+        "work as predicted, {:.3f} as measured",
         static_cast<double>(summary.newton_schulz_calls) / std::max<int64_t>(1, summary.steps),
-        summary.newton_schulz_flops_fraction, summary.newton_schulz_imbalance_predicted,
-        summary.newton_schulz_imbalance_measured);
+        summary.newton_schulz_flops_fraction, summary.matmul_name,
+        summary.newton_schulz_imbalance_predicted, summary.newton_schulz_imbalance_measured);
   }
   if (!summary.trace_report.empty()) spdlog::info("\n{}", summary.trace_report);
   spdlog::info("run folder: {}", Printable(setup.trainer.run_dir));
