@@ -33,8 +33,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr absl::Duration kMatMulMeasurement = absl::Milliseconds(500);
-
 // What ranks tell each other: plain structs, exchanged as bytes.
 template <typename T>
 absl::StatusOr<std::vector<T>> ExchangeStruct(Engine& engine, const T& mine) {
@@ -174,7 +172,7 @@ class RankRun {
     DIM0_RETURN_IF_ERROR(engine_->Start(options_.seed));
     // All ranks measure at once: they will compute at once.
     DIM0_ASSIGN_OR_RETURN(const std::vector<double> rates,
-                          ExchangeStruct(*engine_, device_->MeasureMatMulRate(kMatMulMeasurement)));
+                          ExchangeStruct(*engine_, device_->MeasureMatMulRate(options_.matmul_measurement)));
     matmul_rate_ = std::accumulate(rates.begin(), rates.end(), 0.0);
     if (leads()) {
       spdlog::info("{} rate {:.1f} GFLOP/s over all ranks", matmul_name(), matmul_rate_ * 1e-9);

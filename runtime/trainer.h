@@ -77,6 +77,7 @@ struct TrainerOptions {
   int64_t diagnostics_every = 0;  // steps between diagnostics; 0: none
   std::string run_dir;
   TraceOptions trace;
+  absl::Duration matmul_measurement = absl::Milliseconds(500);  // of what FLOPs are compared with
 
   // Raised from outside (a signal handler, say) to end after the step in progress. May be null.
   const std::atomic<bool>* stop = nullptr;
