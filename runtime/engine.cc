@@ -1012,7 +1012,7 @@ absl::Status Engine::Synchronize() {
     absl::Status status = stream->Synchronize();
     if (first.ok()) first = std::move(status);
   }
-  return Settled(std::move(first));
+  return first;
 }
 
 absl::Status Engine::Settled(absl::Status waited) const {

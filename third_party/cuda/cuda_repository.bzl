@@ -5,9 +5,10 @@ in the compiler's own search path. defs.bzl of the repository says whether both 
 CUDA out, and says so.
 """
 
+# Of each library: its file, and whether programs are linked with it; others are loaded on demand (on_demand/).
 _LIBRARIES = {
-    "cublas": "libcublasLt.so",
-    "cudart": "libcudart.so",
+    "cublas": ("libcublasLt.so", False),
+    "cudart": ("libcudart.so", True),
 }
 
 _USUAL_PLACES = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda"]
@@ -60,12 +61,26 @@ def _library_dir(ctx, root, library):
             return root + "/" + folder
     return None
 
+def _file_with_version(ctx, folder, file):
+    """Returns the name that says which interface the library has: libnccl.so.2 for libnccl.so."""
+    for version in range(1, 100):
+        if ctx.path("%s/%s.%d" % (folder, file, version)).exists:
+            return "%s.%d" % (file, version)
+    return file
+
+_DEFS = """CUDA_FOUND = {}
+ARCHITECTURES = {}
+NVCC = "{}"
+CUBLASLT_FILE = "{}"
+NCCL_FILE = "{}"
+"""
+
 def _leave_out(ctx, why):
     # buildifier: disable=print
     print("CUDA is left out of this build: " + why)
     names = ["cudart", "cublas", "nccl", "nvtx"]
     ctx.file("BUILD.bazel", "".join([_library(name, found = False) for name in names]), executable = False)
-    ctx.file("defs.bzl", "CUDA_FOUND = False\nNVCC = \"\"\nARCHITECTURES = []\n", executable = False)
+    ctx.file("defs.bzl", _DEFS.format(False, [], "", "", ""), executable = False)
 
 def _cuda_repository_impl(ctx):
     root, places = _find_toolkit(ctx)
@@ -75,7 +90,8 @@ def _cuda_repository_impl(ctx):
 
     ctx.symlink(root + "/include", "include")
     build = ""
-    for name, file in _LIBRARIES.items():
+    files = {}
+    for name, (file, linked) in _LIBRARIES.items():
         folder = _library_dir(ctx, root, file)
         if not folder:
             _leave_out(ctx, "%s has no %s; install the toolkit's libraries" % (root, file))
@@ -84,8 +100,9 @@ def _cuda_repository_impl(ctx):
             name,
             headers = _HEADERS,
             includes = ["include"],
-            linkopts = ["-L" + folder, "-Wl,-rpath," + folder, "-l" + file[3:-3]],
+            linkopts = ["-L" + folder, "-Wl,-rpath," + folder] + (["-l" + file[3:-3]] if linked else []),
         )
+        files[name] = _file_with_version(ctx, folder, file)
     build += _library("nvtx", headers = _HEADERS, includes = ["include"], linkopts = ["-ldl"])
 
     for place in [ctx.os.environ.get("NCCL_HOME"), root, "/usr/local", "/usr"]:
@@ -100,10 +117,11 @@ def _cuda_repository_impl(ctx):
             "nccl",
             headers = _HEADERS + [folder + "/**" for folder in includes],
             includes = ["include"] + includes,
-            linkopts = ["-L" + folder, "-Wl,-rpath," + folder, "-lnccl"],
+            linkopts = ["-Wl,-rpath," + folder],
         )
+        files["nccl"] = _file_with_version(ctx, folder, "libnccl.so")
         break
-    if "libnccl" not in build and "-lnccl" not in build:
+    if "nccl" not in files:
         _leave_out(ctx, "there is no NCCL in %s or the system's folders; install libnccl-dev or set NCCL_HOME" % root)
         return
 
@@ -116,7 +134,7 @@ def _cuda_repository_impl(ctx):
     ctx.file("BUILD.bazel", build, executable = False)
     ctx.file(
         "defs.bzl",
-        "CUDA_FOUND = True\nNVCC = {}\nARCHITECTURES = {}\n".format(repr(root + "/bin/nvcc"), repr(architectures)),
+        _DEFS.format(True, architectures, root + "/bin/nvcc", files["cublas"], files["nccl"]),
         executable = False,
     )
 
