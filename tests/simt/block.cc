@@ -2,6 +2,7 @@
 
 #include <signal.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -207,8 +208,8 @@ class Scheduler {
     throw Aborted();
   }
 
-  // From a signal handler, on the stack of a thread of the grid, which never goes on.
-  void LeaveForGood(cudaError_t error, const std::string& what) {
+  // Instead of the thread that has faulted, which never goes on.
+  [[noreturn]] void LeaveForGood(cudaError_t error, const std::string& what) {
     Report(error, what);
     auto* fiber = threads_[running_].fiber;
     threads_[running_].state = State::kEnded;
@@ -423,7 +424,7 @@ class Scheduler {
     __sanitizer_finish_switch_fiber(fake, nullptr, nullptr);
 #endif
     if (lost_) {
-      // Its stack ends in a signal handler: unwinding it would not work.
+      // It ends where it faulted: unwinding it would not work.
       auto* lost = new boost::context::fiber(std::move(inside));
       lost_fibers_.push_back(lost);
       lost_ = false;
@@ -476,28 +477,62 @@ thread_local bool runs_grids = false;
 
 struct sigaction previous[NSIG];
 
-void OnFault(int signal, siginfo_t* info, void*) {
-  const bool has_address =
-      (signal == SIGSEGV || signal == SIGBUS) && info->si_code != SI_KERNEL && info->si_code > 0;
-  std::string place;
-  if (has_address) place = DescribeAddress(info->si_addr);
-  if (runs_grids && Scheduler::Get().running()) {
-    cudaError_t error = cudaErrorIllegalAddress;
-    std::string what;
+// The last fault of a thread of a grid.
+struct FaultInfo {
+  int signal = 0;
+  bool has_address = false;
+  const void* address = nullptr;
+};
+FaultInfo last_fault;
+
+constexpr size_t kEscapeStackBytes = size_t{64} << 10;
+// Where LeaveFaultedThread runs: the thread's own stack may be what has overflowed.
+alignas(64) unsigned char escape_stack[kEscapeStackBytes];
+
+bool HasAddress(int signal, const siginfo_t& info) {
+  return (signal == SIGSEGV || signal == SIGBUS) && info.si_code != SI_KERNEL && info.si_code > 0;
+}
+
+// Execution goes on here, out of the signal handler, after a thread of a grid has faulted.
+[[noreturn]] void LeaveFaultedThread() {
+  cudaError_t error = cudaErrorIllegalAddress;
+  std::string what;
+  if (last_fault.has_address) {
     char address[32];
-    std::snprintf(address, sizeof(address), "%p", info->si_addr);
-    if (has_address) {
-      what = "bad access to " + std::string(address) + ": " +
-             (place.empty() ? "not device memory" : place);
-    } else if (signal == SIGFPE) {
-      error = cudaErrorLaunchFailure;
-      what = "integer division by zero";
-    } else {
-      error = cudaErrorMisalignedAddress;
-      what = "misaligned access, or one beyond an array's bounds";
-    }
-    Scheduler::Get().LeaveForGood(error, what);
+    std::snprintf(address, sizeof(address), "%p", last_fault.address);
+    const std::string place = DescribeAddress(last_fault.address);
+    what = "bad access to " + std::string(address) + ": " +
+           (place.empty() ? "not device memory" : place);
+  } else if (last_fault.signal == SIGFPE) {
+    error = cudaErrorLaunchFailure;
+    what = "integer division by zero";
+  } else {
+    error = cudaErrorMisalignedAddress;
+    what = "misaligned access, or one beyond an array's bounds";
   }
+  Scheduler::Get().LeaveForGood(error, what);
+}
+
+void OnFault(int signal, siginfo_t* info, void* context) {
+  const bool has_address = HasAddress(signal, *info);
+  if (runs_grids && Scheduler::Get().running()) {
+    last_fault = {signal, has_address, info->si_addr};
+    const auto code = reinterpret_cast<uintptr_t>(&LeaveFaultedThread);
+    // Aligned as a function finds its stack once it has been called.
+    const uintptr_t stack = reinterpret_cast<uintptr_t>(escape_stack) + kEscapeStackBytes - 64;
+    auto& machine = static_cast<ucontext_t*>(context)->uc_mcontext;
+#if defined(__x86_64__)
+    machine.gregs[REG_RIP] = static_cast<greg_t>(code);
+    machine.gregs[REG_RSP] = static_cast<greg_t>(stack - 8);
+#elif defined(__aarch64__)
+    machine.pc = code;
+    machine.sp = stack;
+#else
+#error "the emulator does not know this processor's registers"
+#endif
+    return;
+  }
+  const std::string place = has_address ? DescribeAddress(info->si_addr) : "";
   if (!place.empty()) {
     std::fprintf(stderr, "simt: bad access by the host to %p: %s\n", info->si_addr, place.c_str());
   }
@@ -532,8 +567,7 @@ void InstallFaultHandler() {
     for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP}) {
       struct sigaction action = {};
       action.sa_sigaction = OnFault;
-      // The handler may be left by a switch to another fiber.
-      action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
+      action.sa_flags = SA_SIGINFO | SA_ONSTACK;
       sigaction(signal, &action, &previous[signal]);
     }
     return true;

@@ -287,12 +287,13 @@ using std::isnan;
 
 namespace dim0::simt {
 // Keeps a compiler from fusing a product with a sum.
-inline float Rounded(float value) {
+template <typename T>
+T Rounded(T value) {
+#if defined(__x86_64__)
   __asm__("" : "+x"(value));
-  return value;
-}
-inline double Rounded(double value) {
-  __asm__("" : "+x"(value));
+#else
+  __asm__("" : "+w"(value));
+#endif
   return value;
 }
 }  // namespace dim0::simt
