@@ -209,7 +209,8 @@ mkdir "${scratch}/tests"
 
 # ---- The parts ----
 
-# Each part has a weight and may take its share of the time that is left; what it does not take is the later ones'.
+# Each part has a weight and may take its share of the time that is left, or half a minute if there is plenty; what it
+# does not take is the later ones'.
 weight_left=0
 not_passed=0
 result=""
@@ -222,7 +223,10 @@ say() { tee -a "${table}" <<<"$*"; }
 run_part() {
   local name="$1" weight="$2" status=0 limit
   shift 2
-  limit=$(((END - SECONDS) * weight / weight_left))
+  local left=$((END - SECONDS)) least
+  limit=$((left * weight / weight_left))
+  least=$((left / 8 < 30 ? left / 8 : 30))
+  ((limit >= least)) || limit="${least}"
   weight_left=$((weight_left - weight))
   if ((limit < 2)); then
     result="NO TIME"
