@@ -107,7 +107,7 @@ class Bench {
     const auto [seconds, flops, bytes] = Measure(op);
     const double work = gemm ? flops : bytes;
     lines_.push_back({what, seconds, calls});
-    std::printf("%-34s %9.3f ms  %8.1f %s  %5.2f of %8.1f\n", what.c_str(), 1e3 * seconds,
+    std::printf("%-36s %9.3f ms  %8.1f %s  %6.3f of %8.1f\n", what.c_str(), 1e3 * seconds,
                 work / seconds / 1e9, gemm ? "GFLOP/s" : "GB/s   ", work / seconds / yardstick,
                 yardstick / 1e9);
     std::fflush(stdout);
@@ -117,13 +117,13 @@ class Bench {
   void Summarise(double model_flops) const {
     double total = 0;
     for (const Line& line : lines_) total += line.seconds * line.calls;
-    std::printf("\n%-34s %6s  %9s  %6s\n", "share of forward + backward", "calls", "ms", "share");
+    std::printf("\n%-36s %6s  %9s  %6s\n", "share of forward + backward", "calls", "ms", "share");
     for (const Line& line : lines_) {
-      std::printf("%-34s %6ld  %9.1f  %5.1f%%\n", line.what.c_str(), static_cast<long>(line.calls),
+      std::printf("%-36s %6ld  %9.1f  %5.1f%%\n", line.what.c_str(), static_cast<long>(line.calls),
                   1e3 * line.seconds * line.calls, 100 * line.seconds * line.calls / total);
     }
     const double rate = Median(rates_);
-    std::printf("%-34s %6s  %9.1f\n", "total", "", 1e3 * total);
+    std::printf("%-36s %6s  %9.1f\n", "total", "", 1e3 * total);
     std::printf("\n%.1f GFLOP/s of %.1f: flops_fraction %.3f\n", model_flops / total / 1e9,
                 rate / 1e9, model_flops / total / rate);
   }

@@ -209,7 +209,8 @@ mkdir "${scratch}/tests"
 
 # ---- The parts ----
 
-# Each part has a weight and may take its share of the time that is left; what it does not take is the later ones'.
+# Each part has a weight and may take its share of the time that is left, or half a minute if there is plenty; what it
+# does not take is the later ones'.
 weight_left=0
 not_passed=0
 result=""
@@ -222,7 +223,10 @@ say() { tee -a "${table}" <<<"$*"; }
 run_part() {
   local name="$1" weight="$2" status=0 limit
   shift 2
-  limit=$(((END - SECONDS) * weight / weight_left))
+  local left=$((END - SECONDS)) least
+  limit=$((left * weight / weight_left))
+  least=$((left / 8 < 30 ? left / 8 : 30))
+  ((limit >= least)) || limit="${least}"
   weight_left=$((weight_left - weight))
   if ((limit < 2)); then
     result="NO TIME"
@@ -330,7 +334,7 @@ weight_of_test() { [[ "$1" == *cuda_training_test ]] && echo 15 || echo 4; }
 for name in ${tests[@]+"${tests[@]}"}; do weight_left=$((weight_left + $(weight_of_test "${name}"))); done
 weight_left=$((weight_left + 1 + ${#rank_counts[@]} * (${#optimizers[@]} * 12 + 15) + 12))
 
-say "$(tr '\n' ' ' <"${here}/PACKED" 2>/dev/null || true)"
+if [[ -e "${here}/PACKED" ]]; then say "$(paste -sd ';' "${here}/PACKED")"; fi
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null | tee -a "${table}" || true
 nccl="$(ldd "${here}/bin/train" 2>/dev/null | awk '/libnccl/ { print $3 }' || true)"
 if [[ -n "${nccl}" ]]; then
@@ -353,9 +357,9 @@ done
 run_part bench_kernels 12 "${here}/bin/bench_kernels" --device=cuda "${kernel_bench[@]}"
 say "memory-bound kernels over a copy's bandwidth, products and attention over the GEMM rate: ${result}"
 last_words bench_kernels
-awk '/ms .*(GB|GFLOP)\/s .* of / {
-  name = substr($0, 1, 34); rest = substr($0, 35); split(rest, f, " ")
-  printf "  %-44s %9.3f ms %10.1f %-8s %6.3f of %.1f\n", name, f[1], f[3], f[4], f[5], f[7]
+awk 'match($0, / +[0-9.]+ ms .*(GB|GFLOP)\/s .* of /) {
+  split(substr($0, RSTART), f, " ")
+  printf "  %-44s %9.3f ms %10.1f %-8s %6.3f of %.1f\n", substr($0, 1, RSTART - 1), f[1], f[3], f[4], f[5], f[7]
 }' "${logs}/bench_kernels.log" 2>/dev/null | tee -a "${table}" || true
 
 for ranks in "${rank_counts[@]}"; do bench_optimizers "${ranks}" 15; done
