@@ -53,8 +53,9 @@ constexpr absl::string_view KindName(OpKind kind) {
   return "?";
 }
 
+// Those that travel.
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kInt32, DType::kInt64,
-                             DType::kByte,    DType::kFloat16};
+                             DType::kByte};
 // PyTorch's name.
 constexpr absl::string_view DTypeName(DType dtype) {
   switch (dtype) {
