@@ -120,6 +120,14 @@ void RunRanks(const Backend& backend, int world_size, absl::Duration timeout,
   });
 }
 
+// Returns when all ranks have called it, once. Where an error fails the whole group, none of them
+// is then still in an earlier call.
+void MeetOnHost(ProcessGroup& group) {
+  absl::StatusOr<std::unique_ptr<Communicator>> host = group.OpenHost("meeting");
+  ASSERT_TRUE(host.ok()) << host.status();
+  ASSERT_EQ((*host)->Barrier({}), absl::OkStatus());
+}
+
 // A small integer, exact in every element type.
 template <typename T>
 T FromInt(int value) {
@@ -898,6 +906,7 @@ TEST_P(DisagreementTest, EveryRankGetsAnErrorThatNamesBothSides) {
     SCOPED_TRACE(disagreement.what);
     Run([&](ProcessGroup& group, Communicator& comm) {
       ASSERT_EQ(comm.Barrier(Call("warm-up", Purpose::kControl)), absl::OkStatus());
+      MeetOnHost(group);
       const absl::Status status =
           (comm.rank() % 2 == 0 ? disagreement.even : disagreement.odd)(comm);
       EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
@@ -908,8 +917,10 @@ TEST_P(DisagreementTest, EveryRankGetsAnErrorThatNamesBothSides) {
       EXPECT_FALSE(absl::StrContains(status.message(), "\n"));
       // The channel stays failed, and what failed was not entered.
       EXPECT_EQ(comm.Barrier(Call("later")), status);
-      EXPECT_EQ(group.ledger().calls(Purpose::kParameter), 0);
-      EXPECT_EQ(group.ledger().calls(Purpose::kGradient), 0);
+      if (std::get<0>(GetParam()).meets_on_host) {
+        EXPECT_EQ(group.ledger().calls(Purpose::kParameter), 0);
+        EXPECT_EQ(group.ledger().calls(Purpose::kGradient), 0);
+      }
     });
   }
 }
@@ -932,10 +943,11 @@ TEST_P(CommunicatorTest, ADisagreementIsReportedWithoutWaitingForTheOtherRanks) 
 
 TEST_P(CommunicatorTest, ARankThatDoesNotArriveIsNamedWithTheOperationAtTheDeadline) {
   std::atomic<int> failed{0};
-  RunRanks(GetParam(), 4, absl::Milliseconds(200), [&](ProcessGroup&, Communicator& comm) {
+  RunRanks(GetParam(), 4, absl::Milliseconds(200), [&](ProcessGroup& group, Communicator& comm) {
     float x = 0;
     ASSERT_EQ(comm.AllReduce(Call("loss"), DType::kFloat32, ReduceOp::kSum, &x, 1),
               absl::OkStatus());
+    MeetOnHost(group);
     if (comm.rank() == 1 || comm.rank() == 3) {  // alive and late
       while (failed < 2) absl::SleepFor(absl::Milliseconds(1));
     }
@@ -997,6 +1009,7 @@ TEST_P(CommunicatorTest, ARankWhoseGroupOrCommunicatorIsGoneFailsTheOthersAtOnce
     RunRanks(GetParam(), 3, kPatience, [&](std::unique_ptr<ProcessGroup> group) {
       std::unique_ptr<Communicator> comm = OpenOrDie(*group, "test");
       ASSERT_EQ(comm->Barrier(Call("start")), absl::OkStatus());
+      MeetOnHost(*group);
       if (group->rank() == 1) {
         absl::SleepFor(absl::Milliseconds(20));  // most likely the others are waiting by now
         if (group_first) {
@@ -1032,7 +1045,7 @@ TEST_P(CommunicatorTest, ARankMayLeaveAsSoonAsItsLastCallHasReturned) {
 }
 
 TEST_P(CommunicatorTest, AllToAllLengthsThatDoNotMatchAreReportedToEveryRank) {
-  Run(3, [](ProcessGroup& group, Communicator& comm) {
+  Run(3, [meets = GetParam().meets_on_host](ProcessGroup& group, Communicator& comm) {
     std::vector<float> out(8), in(24);
     std::vector<ConstSegment> send(3, {out.data(), 2});
     std::vector<Segment> recv;
@@ -1044,7 +1057,9 @@ TEST_P(CommunicatorTest, AllToAllLengthsThatDoNotMatchAreReportedToEveryRank) {
                 AllOf(HasSubstr("all_to_all(unit 'h.1'"),
                       HasSubstr("rank 1 sends 2 elements to rank 2, which expects 5")));
     EXPECT_EQ(comm.Barrier(Call("later")), status);
-    EXPECT_EQ(group.ledger().calls(Purpose::kParameter), 0);
+    if (meets) {
+      EXPECT_EQ(group.ledger().calls(Purpose::kParameter), 0);
+    }
   });
 }
 

@@ -408,29 +408,37 @@ class World {
     (void)ncclCommAbort(std::exchange(end.comm, nullptr));
   }
 
-  static void Destroy(absl::Span<const std::shared_ptr<End>> ends) {
+  // Ends communicators whose calls have run; all at once, since each waits for its peers.
+  void Destroy(absl::Span<const std::shared_ptr<End>> ends) {
+    const bool failed = !Health().ok();
     for (const auto& end : ends) {
-      std::lock_guard<std::timed_mutex> nccl(end->nccl);
-      if (end->comm == nullptr) continue;
-      (void)cudaSetDevice(end->device);
-      (void)ncclCommFinalize(end->comm);
+      // NCCL must not be asked to finish what will never end.
+      ncclResult_t result = ncclSuccess;
+      if (std::lock_guard<std::timed_mutex> nccl(end->nccl); end->comm != nullptr && !failed) {
+        (void)cudaSetDevice(end->device);
+        result = ncclCommFinalize(end->comm);
+      }
+      if (failed || (result != ncclSuccess && result != ncclInProgress)) Abort(*end);
     }
     const absl::Time deadline = SteadyNow() + kFarewell;
     for (const auto& end : ends) {
+      ncclResult_t state = ncclInProgress;
+      while (state == ncclInProgress && SteadyNow() < deadline) {
+        {
+          std::lock_guard<std::timed_mutex> nccl(end->nccl);
+          if (end->comm == nullptr) break;
+          if (ncclCommGetAsyncError(end->comm, &state) != ncclSuccess) break;
+        }
+        if (state == ncclInProgress) absl::SleepFor(absl::Milliseconds(1));
+      }
+      if (state != ncclSuccess) {
+        Abort(*end);
+        continue;
+      }
       std::lock_guard<std::timed_mutex> nccl(end->nccl);
       if (end->comm == nullptr) continue;
-      ncclResult_t state = ncclInProgress;
-      while (ncclCommGetAsyncError(end->comm, &state) == ncclSuccess && state == ncclInProgress &&
-             SteadyNow() < deadline) {
-        absl::SleepFor(absl::Milliseconds(1));
-      }
       (void)cudaSetDevice(end->device);
-      const ncclComm_t comm = std::exchange(end->comm, nullptr);
-      if (state == ncclSuccess) {
-        (void)ncclCommDestroy(comm);
-      } else {
-        (void)ncclCommAbort(comm);
-      }
+      (void)ncclCommDestroy(std::exchange(end->comm, nullptr));
     }
   }
 

@@ -213,9 +213,9 @@ class Line {
   }
 
   bool Answer(const std::string& channel, absl::StatusOr<Result> answer) {
-    if (const auto found = waiting_.find(channel); found != waiting_.end()) {
-      *found->second = std::move(answer);
-    }  // else the caller has given up
+    // The caller may have given up, or may not have taken its answer yet.
+    const auto found = waiting_.find(channel);
+    if (found != waiting_.end() && !found->second->has_value()) *found->second = std::move(answer);
     return true;
   }
 
