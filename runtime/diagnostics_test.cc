@@ -364,13 +364,15 @@ TEST(Diagnostics, ARankThatFailsTakesTheOthersWithIt) {
     ToyRank toy(group, allocator, *device, ToyUnits());
     ASSERT_TRUE(toy.engine->Start(1).ok());
     ASSERT_TRUE((*toy.diagnostics)->BeforeStep().ok());
-    ASSERT_TRUE(toy.Step(1).ok());
+    absl::Status status = toy.Step(1).status();
     if (rank == 1) {
+      ASSERT_TRUE(status.ok()) << status;
       group.Abort(absl::UnavailableError("rank 1 gave up"));
       return;
     }
-    const auto report = (*toy.diagnostics)->AfterStep();
-    EXPECT_NE(report.status().message().find("rank 1 gave up"), absl::string_view::npos);
+    // Rank 1 may be that early that the step's figures are not believed.
+    if (status.ok()) status = (*toy.diagnostics)->AfterStep().status();
+    EXPECT_NE(status.message().find("rank 1 gave up"), absl::string_view::npos) << status;
   });
 }
 
