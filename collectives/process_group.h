@@ -93,7 +93,7 @@ absl::StatusOr<std::unique_ptr<ProcessGroup>> CreateTcpRank(const Launch& launch
 // - What goes wrong once a call has returned fails the group: streams go on, Health() and all later
 //   calls of all channels return the error. Ranks that disagree are noticed when they enqueue,
 //   those of different processes within a second; a deadline counts from when a stream gets to the
-//   call.
+//   call. The ledger counts what was enqueued.
 // - All ranks make the calls of all their channels in one order.
 // - Sums are in NCCL's order, the same in every run on the same machines; bfloat16 is rounded once
 //   for each rank that adds to a sum.

@@ -322,6 +322,20 @@ TEST(TcpTest, AProcessThatDiesBeforeAllHaveComeFailsTheOthersStart) {
   EXPECT_EQ(ExitCode(early), 1);
 }
 
+TEST(TcpTest, WhoCallsWhenAllOthersHaveLeftHearsOfTheFirstOfThem) {
+  const int port = FreePort();
+  auto ranks = CreateAll({[&] { return Create(0, 3, port); }, [&] { return Create(1, 3, port); },
+                          [&] { return Create(2, 3, port); }});
+  for (const Rank& rank : ranks) ASSERT_TRUE(rank.ok()) << rank.status();
+  ranks[1] = absl::UnknownError("gone");
+  // Rank 0 fails because of rank 1, and takes the hub along.
+  EXPECT_THAT(std::string((*ranks[0])->Open("a").value()->Barrier(Call("u")).message()),
+              HasSubstr("rank 1 has left"));
+  ranks[0] = absl::UnknownError("gone");
+  EXPECT_THAT(std::string((*ranks[2])->Open("a").value()->Barrier(Call("u")).message()),
+              HasSubstr("rank 1 has left"));
+}
+
 TEST(TcpTest, AnAbortReachesProcessesThatEndRightAfterIt) {
   const int port = FreePort();
   const pid_t failing = Fork([&] {
