@@ -216,7 +216,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
     return absl::InvalidArgumentError("--out is missing; name a folder for the results");
   }
   DIM0_RETURN_IF_ERROR(CheckWritable(setup));
-  if (threads > cores && !options.ledger_only) {
+  if (threads > cores && !options.ledger_only && options.backend == Backend::kCpu) {
     spdlog::warn("warning: {} ranks x {} threads share {} cores; times and ratios mean little",
                  options.ranks, options.threads_per_rank, cores);
   }

@@ -163,6 +163,9 @@ cuda_folders() {
   done
 }
 
+# Where CUDA's runtime, cuBLASLt and NCCL are that the programs load, one path a line.
+cuda_libraries=()
+
 # Sets LD_LIBRARY_PATH so that every program finds its libraries.
 find_libraries() {
   export LD_LIBRARY_PATH="${here}/lib${LD_LIBRARY_PATH:+:${LD_LIBRARY_PATH}}"
@@ -175,19 +178,21 @@ find_libraries() {
     fail "this machine's C library is older than the one of the machine where the archive was made"
   fi
   [[ -z "${emulated}" ]] || return 0
-  local folders=()
+  local folders
+  mapfile -t folders < <(tr : '\n' <<<"${LD_LIBRARY_PATH}" && cuda_folders)
+  # Linked or loaded on demand, their names are in the program.
   while read -r library; do
-    if ((!${#folders[@]})); then mapfile -t folders < <(cuda_folders); fi
-    found=""
+    found="$(ldconfig -p 2>/dev/null | awk -v name="${library}" '$1 == name { print $NF; exit }' || true)"
     for folder in "${folders[@]}"; do
-      [[ -e "${folder}/${library}" ]] || continue
-      found=yes
+      [[ -z "${found}" ]] || break
+      [[ -n "${folder}" && -e "${folder}/${library}" ]] || continue
+      found="${folder}/${library}"
       # Behind the archive's own.
       LD_LIBRARY_PATH="${LD_LIBRARY_PATH}:${folder}"
-      break
     done
     [[ -n "${found}" ]] || fail "this machine has no ${library}: set CUDA_HOME or NCCL_HOME to the folder above its lib"
-  done < <(ldd "${program}" | awk '$2 == "=>" && $3 == "not" { print $1 }')
+    cuda_libraries+=("${found}")
+  done < <(grep -a -o -E 'lib(cudart|cublasLt|nccl)\.so\.[0-9]+' "${program}" | sort -u)
 }
 
 gpus="$(count_gpus || true)"
@@ -336,10 +341,11 @@ weight_left=$((weight_left + 1 + ${#rank_counts[@]} * (${#optimizers[@]} * 12 + 
 
 if [[ -e "${here}/PACKED" ]]; then say "$(paste -sd ';' "${here}/PACKED")"; fi
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null | tee -a "${table}" || true
-nccl="$(ldd "${here}/bin/train" 2>/dev/null | awk '/libnccl/ { print $3 }' || true)"
-if [[ -n "${nccl}" ]]; then
-  say "$(grep -a -m 1 -o 'NCCL version [0-9][0-9.]*+cuda[0-9.]*' "${nccl}" | head -n 1 || true) (${nccl})"
-fi
+for library in ${cuda_libraries[@]+"${cuda_libraries[@]}"}; do
+  version=""
+  [[ "${library}" != *nccl* ]] || version="$(grep -a -m 1 -o 'NCCL version [0-9][0-9.]*+cuda[0-9.]*' "${library}" || true)"
+  say "${library}${version:+ (${version})}"
+done
 say "tests"
 : >"${logs}/skipped.txt"
 for name in ${tests[@]+"${tests[@]}"}; do run_test "${name}" "$(weight_of_test "${name}")"; done
