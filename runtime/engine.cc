@@ -226,6 +226,7 @@ absl::Status Engine::Allocate() {
   DIM0_ASSIGN_OR_RETURN(all_stats_,
                         allocator_.Allocate(MemoryPurpose::kCommunication,
                                             group_.world_size() * stats_size_ * sizeof(double)));
+  host_stats_.resize(group_.world_size() * stats_size_);
   DIM0_ASSIGN_OR_RETURN(gradient_scale_,
                         allocator_.Allocate(MemoryPurpose::kCommunication, sizeof(float)));
   return absl::OkStatus();
@@ -836,7 +837,11 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
   const auto update = [&](UnitState& state, const Event& ready) {
     const RecordedUnit recorded(device_.recorder(), table_.unit_name(state.unit.index),
                                 Phase::kUpdate);
-    if (update_status.ok()) update_status = optimizer_->Update(state.unit, step, ready);
+    if (!update_status.ok()) return;
+    update_status = optimizer_->Update(state.unit, step, ready);
+    // An optimizer whose stream has failed skips its calls to other ranks, who would wait for them.
+    if (update_status.ok()) update_status = optimizer_->Updated(state.unit).known_error();
+    if (!update_status.ok()) group_.Abort(update_status);
   };
   DIM0_RETURN_IF_ERROR(RouteRows(micro_batches));
   device_.Zero(*compute_, stats, sizeof(double));
@@ -873,22 +878,21 @@ absl::StatusOr<StepResult> Engine::TrainStep(absl::Span<const Batch> micro_batch
     device_.ClipScale(*reduce_scatter_, all_stats + kSquares, group_.world_size(), stats_size_,
                       table_.size(), options_.clip, gradient_scale_.f32());
   }
-  std::vector<double> host_stats(group_.world_size() * stats_size_);
-  device_.CopyToHost(*reduce_scatter_, host_stats.data(), all_stats,
-                     host_stats.size() * sizeof(double));
+  device_.CopyToHost(*reduce_scatter_, host_stats_.data(), all_stats,
+                     host_stats_.size() * sizeof(double));
   const Event known = reduce_scatter_->Record();
   if (options_.clip > 0) {
     for (const int u : update_order_) update(units_[u], known);
   }
 
+  if (!update_status.ok()) return update_status;
   if (absl::Status status = Settled(known.Wait()); !status.ok()) return Fail(std::move(status));
-  if (!update_status.ok()) return Fail(std::move(update_status));
-  if (absl::Status status = CheckFinite(host_stats); !status.ok()) return Fail(std::move(status));
+  if (absl::Status status = CheckFinite(host_stats_); !status.ok()) return Fail(std::move(status));
 
   StepResult result;
   double squares = 0;
   for (int rank = 0; rank < group_.world_size(); ++rank) {
-    const double* row = host_stats.data() + rank * stats_size_;
+    const double* row = host_stats_.data() + rank * stats_size_;
     result.loss += row[kLoss];
     result.stop = result.stop || row[kStop] != 0;
     for (int id = 0; id < table_.size(); ++id) squares += row[kSquares + id];

@@ -317,6 +317,8 @@ class Engine {
   Buffer all_stats_;       // [world size, stats_size_]
   Buffer gradient_scale_;  // float [1]
   double stop_wish_ = 0;   // host copy of this rank's
+  // Host copy of all_stats_. Here, because a step that fails may leave while it is on its way.
+  std::vector<double> host_stats_;
 
   // The order of a micro-batch's all-gathers, and how far it has come.
   struct GatherStep {

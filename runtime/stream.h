@@ -52,6 +52,9 @@ class EventPoint {
   // Blocks the calling thread until the stream has passed the point. Returns the error that had
   // failed the stream by then, if any.
   virtual absl::Status Wait() = 0;
+  // The error that had failed the stream when the point was recorded, where ops run, and fail, as
+  // they are enqueued; OK elsewhere. Does not block.
+  virtual absl::Status known_error() const { return absl::OkStatus(); }
   // When the stream passed the point; only after Wait has returned.
   virtual absl::Time time() const = 0;
 
@@ -84,6 +87,14 @@ class Event {
       if (first.ok()) first = std::move(status);
     }
     return first;
+  }
+
+  // The first among the points.
+  absl::Status known_error() const {
+    for (const auto& point : points_) {
+      if (absl::Status status = point->known_error(); !status.ok()) return status;
+    }
+    return absl::OkStatus();
   }
 
   const std::vector<std::shared_ptr<EventPoint>>& points() const { return points_; }

@@ -419,6 +419,10 @@ absl::StatusOr<Setup> SetupFromFlags() {
     if (!speed.ok()) {
       return absl::InvalidArgumentError(absl::StrCat("--link: ", speed.status().message()));
     }
+    if (trainer.backend != Backend::kCpu) {
+      return absl::InvalidArgumentError(
+          "--link: GPUs have the links that they have; the ranks of --device=cpu can pretend");
+    }
     trainer.link = *speed;
   }
   trainer.engine = {.reshard_after_forward = absl::GetFlag(FLAGS_reshard_after_forward),
@@ -599,7 +603,9 @@ int Main(int argc, char** argv) {
   const absl::StatusOr<Setup> setup = SetupFromFlags();
   if (!setup.ok()) {
     PrintError("train", setup.status().message());
-    return kExitUsage;
+    // A machine without the GPU that --device asks for is no wrong command line.
+    const bool usage = absl::IsInvalidArgument(setup.status()) || absl::IsNotFound(setup.status());
+    return usage ? kExitUsage : kExitFailure;
   }
   std::signal(SIGINT, HandleSignal);
   std::signal(SIGTERM, HandleSignal);

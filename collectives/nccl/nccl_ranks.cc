@@ -423,7 +423,7 @@ class World {
     const absl::Time deadline = SteadyNow() + kFarewell;
     for (const auto& end : ends) {
       ncclResult_t state = ncclInProgress;
-      while (state == ncclInProgress && SteadyNow() < deadline) {
+      while (state == ncclInProgress && SteadyNow() < deadline && Health().ok()) {
         {
           std::lock_guard<std::timed_mutex> nccl(end->nccl);
           if (end->comm == nullptr) break;

@@ -37,17 +37,23 @@ std::string VersionText(int version) {
   return absl::StrCat(version / 1000, ".", version % 1000 / 10);
 }
 
-// A kernel of this build's, run once.
-absl::Status ProbeKernels() {
+// A kernel of this build's, run once on the current device.
+absl::Status ProbeKernels(const std::string& gpu, const cudaDeviceProp& properties) {
   void* memory = nullptr;
-  DIM0_RETURN_IF_ERROR(ToStatus(cudaMalloc(&memory, 2 * sizeof(float)), "allocating memory"));
+  DIM0_RETURN_IF_ERROR(
+      ToStatus(cudaMalloc(&memory, 2 * sizeof(float)), absl::StrCat("8 bytes on ", gpu)));
   auto* const floats = static_cast<float*>(memory);
-  absl::Status status = ToStatus(
-      LaunchCast(ElementType::kFloat32, floats, 1, ElementType::kFloat32, floats + 1, nullptr),
-      "running a kernel");
-  if (status.ok()) status = ToStatus(cudaStreamSynchronize(nullptr), "running a kernel");
+  cudaError_t error =
+      LaunchCast(ElementType::kFloat32, floats, 1, ElementType::kFloat32, floats + 1, nullptr);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
   cudaFree(memory);
-  return status;
+  const absl::Status status = ToStatus(error, absl::StrCat(gpu, " does not run a kernel"));
+  const bool no_code = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidPtx ||
+                       error == cudaErrorUnsupportedPtxVersion;
+  if (!no_code) return status;
+  return absl::UnavailableError(
+      absl::StrCat(status.message(), "; build with --define=cuda_architectures=", properties.major,
+                   properties.minor));
 }
 
 absl::Status CheckGpu(int ordinal, std::string* name) {
@@ -61,12 +67,7 @@ absl::Status CheckGpu(int ordinal, std::string* name) {
         absl::StrCat(*name, " is too old: it takes sm_", kOldestMajor, "0, Ampere"));
   }
   DIM0_RETURN_IF_ERROR(ToStatus(cudaSetDevice(ordinal), absl::StrCat("using ", *name)));
-  if (const absl::Status status = ProbeKernels(); !status.ok()) {
-    return absl::UnavailableError(absl::StrCat(
-        *name, " does not run this build's kernels: ", status.message(),
-        "; build with --define=cuda_architectures=", properties.major, properties.minor));
-  }
-  return absl::OkStatus();
+  return ProbeKernels(*name, properties);
 }
 
 // Of the runs of `body`, which blocks, within about `duration`, three at least; the first run is
@@ -152,8 +153,9 @@ absl::StatusOr<void*> CudaDevice::Allocate(int64_t bytes) {
   void* data = nullptr;
   DIM0_RETURN_IF_ERROR(
       ToStatus(cudaMalloc(&data, bytes), absl::StrCat(bytes, " bytes on ", name_)));
-  absl::Status zeroed = ToStatus(cudaMemsetAsync(data, 0, bytes, nullptr), "zeroing memory");
-  if (zeroed.ok()) zeroed = ToStatus(cudaStreamSynchronize(nullptr), "zeroing memory");
+  const std::string zeroing = absl::StrCat("zeroing ", bytes, " bytes on ", name_);
+  absl::Status zeroed = ToStatus(cudaMemsetAsync(data, 0, bytes, nullptr), zeroing);
+  if (zeroed.ok()) zeroed = ToStatus(cudaStreamSynchronize(nullptr), zeroing);
   if (zeroed.ok()) return data;
   cudaFree(data);
   return zeroed;
@@ -187,7 +189,7 @@ double CudaDevice::MeasureMatMulRate(absl::Duration duration) {
   const auto measure = [&]() -> absl::Status {
     DIM0_RETURN_IF_ERROR(context_->Activate());
     DIM0_ASSIGN_OR_RETURN(MatMul* const products, Products());
-    for (int64_t n = 512; n <= kLargest; n *= 2) {
+    for (int64_t n = 128; n <= kLargest; n *= 2) {
       const int64_t bytes = n * n * SizeOf(DType::kBFloat16);
       void* matrices = nullptr;
       DIM0_RETURN_IF_ERROR(ToStatus(cudaMalloc(&matrices, 3 * bytes), "matrices to measure with"));

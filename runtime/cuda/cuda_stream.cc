@@ -25,16 +25,17 @@ class CudaEventPoint : public EventPoint {
 
   absl::Status Wait() override {
     if (!status_.ok()) return status_;
-    absl::Status status = ToStatus(cudaEventSynchronize(event_->event()), "waiting for the GPU");
+    absl::Status status = ToStatus(cudaEventSynchronize(event_->event()),
+                                   absl::StrCat("waiting for GPU ", context_->ordinal));
     context_->Collect();
     return status;
   }
+  absl::Status known_error() const override { return status_; }
   absl::Time time() const override {
     return event_ == nullptr ? absl::InfinitePast() : event_->time();
   }
 
   const TimedEvent* event() const { return event_.get(); }
-  const absl::Status& status() const { return status_; }
 
  private:
   const std::shared_ptr<StreamContext> context_;
@@ -140,7 +141,7 @@ void CudaStream::Wait(const Event& event) {
   for (const auto& point : event.points()) {
     // All streams that meet are of one device's kind.
     const auto& cuda_point = static_cast<const CudaEventPoint&>(*point);
-    Fail(cuda_point.status());
+    Fail(cuda_point.known_error());
     if (!status_.ok()) return;
     Fail(ToStatus(cudaStreamWaitEvent(stream_, cuda_point.event()->event(), 0),
                   absl::StrCat(name_, " waiting for another stream")));
@@ -168,7 +169,8 @@ absl::Status CudaStream::Synchronize() {
   Fail(context_->Activate());
   if (stream_ == nullptr) return status_;
   const absl::Status waited =
-      ToStatus(cudaStreamSynchronize(stream_), absl::StrCat("waiting for stream ", name_));
+      ToStatus(cudaStreamSynchronize(stream_),
+               absl::StrCat("waiting for stream ", name_, " of GPU ", context_->ordinal));
   context_->Collect();
   // The streams are idle here more often than not: a good moment.
   if (record_ != nullptr && waited.ok()) (void)context_->events->RefreshAnchor();

@@ -162,9 +162,9 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   }
   cublasLtMatmulPreferenceDestroy(preference);
   if (status == CUBLAS_STATUS_SUCCESS && found == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
-  DIM0_RETURN_IF_ERROR(
-      ToStatus(status, absl::StrCat("no algorithm for a product [", p.m, ", ", p.k, "] x [", p.k,
-                                    ", ", p.n, "] of ", Name(p.type), " into ", Name(p.c_type))));
+  DIM0_RETURN_IF_ERROR(ToStatus(
+      status, absl::StrCat("cuBLAS has no algorithm for a product [", p.m, ", ", p.k, "] x [", p.k,
+                           ", ", p.n, "] of ", Name(p.type), " into ", Name(p.c_type))));
   plan->algorithm = result.algo;
   Plan* const made = plan.get();
   plans_[key] = std::move(plan);
