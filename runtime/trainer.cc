@@ -171,8 +171,9 @@ class RankRun {
     }
     DIM0_RETURN_IF_ERROR(engine_->Start(options_.seed));
     // All ranks measure at once: they will compute at once.
-    DIM0_ASSIGN_OR_RETURN(const std::vector<double> rates,
-                          ExchangeStruct(*engine_, device_->MeasureMatMulRate(options_.matmul_measurement)));
+    DIM0_ASSIGN_OR_RETURN(
+        const std::vector<double> rates,
+        ExchangeStruct(*engine_, device_->MeasureMatMulRate(options_.matmul_measurement)));
     matmul_rate_ = std::accumulate(rates.begin(), rates.end(), 0.0);
     if (leads()) {
       spdlog::info("{} rate {:.1f} GFLOP/s over all ranks", matmul_name(), matmul_rate_ * 1e-9);
@@ -628,10 +629,12 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
                                       const Dataset& dataset) {
   TrainerOptions options = given;
   // Before a file is touched: the ranks may be more than the machine can have.
-  DIM0_ASSIGN_OR_RETURN(const auto groups, CreateLocalRanks(options.backend, options.ranks,
-                                                            {.timeout = options.collective_timeout,
-                                                             .link = options.link},
-                                                            options.launch));
+  DIM0_ASSIGN_OR_RETURN(const auto groups,
+                        CreateLocalRanks(options.backend, options.ranks,
+                                         {.timeout = options.collective_timeout,
+                                          .start_timeout = options.collective_timeout,
+                                          .link = options.link},
+                                         options.launch));
   // The folders are rank 0's affair. No other rank writes before they have met in SetUp.
   const bool has_leader = groups.front()->rank() == 0;
   std::optional<RunDirLock> run_lock, trace_lock;

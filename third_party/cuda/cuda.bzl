@@ -85,6 +85,14 @@ def cuda_library(name, srcs, hdrs = [], deps = [], nvcc_options = [], visibility
     )
     cc_library(
         name = name,
+        # Where a GPU faults and a host's processor does not, the emulator's kernels trap.
+        copts = select({
+            "//third_party/cuda:emulated": [
+                "-fsanitize=alignment,bounds",
+                "-fsanitize-undefined-trap-on-error",
+            ],
+            "//conditions:default": [],
+        }),
         srcs = select({
             "//third_party/cuda:emulated": srcs,
             "//conditions:default": [":" + name + "_objects"],
