@@ -85,21 +85,21 @@ def cuda_library(name, srcs, hdrs = [], deps = [], nvcc_options = [], visibility
     )
     cc_library(
         name = name,
-        # Where a GPU faults and a host's processor does not, the emulator's kernels trap.
-        copts = select({
-            "//third_party/cuda:emulated": [
-                "-fsanitize=alignment,bounds",
-                "-fsanitize-undefined-trap-on-error",
-            ],
-            "//conditions:default": [],
-        }),
         srcs = select({
             "//third_party/cuda:emulated": srcs,
             "//conditions:default": [":" + name + "_objects"],
         }),
         hdrs = hdrs,
-        # The host's compiler does not know #pragma unroll.
-        copts = ["-Wno-unknown-pragmas"],
+        copts = select({
+            "//third_party/cuda:emulated": [
+                # Where a GPU faults and a host's processor does not.
+                "-fsanitize=alignment,bounds",
+                "-fsanitize-undefined-trap-on-error",
+                # The host's compiler does not know #pragma unroll.
+                "-Wno-unknown-pragmas",
+            ],
+            "//conditions:default": [],
+        }),
         target_compatible_with = NEEDS_CUDA,
         testonly = testonly,
         visibility = visibility,
