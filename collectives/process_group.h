@@ -38,6 +38,10 @@ class ProcessGroup {
   virtual int rank() const = 0;
   virtual int world_size() const = 0;
 
+  // What carries Open's channels, by the name that trace viewers know the like of it: "nccl"
+  // between GPUs, "gloo" between host memories.
+  virtual absl::string_view trace_backend() const { return "gloo"; }
+
   // Opens the channel called `name`. Every rank opens the same names, each name once; channels are
   // independent of each other, so each stream that communicates has its own. Never blocks. Its
   // buffers are in the memory that the ranks compute in. Errors: AlreadyExists.

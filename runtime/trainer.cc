@@ -191,7 +191,7 @@ class RankRun {
         fs::relative(fs::path(options_.run_dir) / "metrics.jsonl", options_.trace.dir, error);
     tracer_.emplace(options_.trace, RankTrace{.rank = group_.rank(),
                                               .world_size = group_.world_size(),
-                                              .backend = "gloo",
+                                              .backend = std::string(group_.trace_backend()),
                                               .model = absl::StrCat(absl::Hex(table.Hash())),
                                               .parameters = table.elements(),
                                               .flags = workload_.flags,

@@ -199,6 +199,7 @@ TEST_P(CudaTraining, ATraceHoldsTheStepsAndAddsUp) {
   const auto report = AnalyzeTraces(*traces);
   ASSERT_TRUE(report.ok()) << report.status();
   for (const auto& trace : *traces) {
+    EXPECT_EQ(trace.backend, "nccl");
     EXPECT_EQ(trace.steps.size(), static_cast<size_t>(variant.steps));
     size_t ops = 0;
     for (const TraceStream& stream : trace.streams) {

@@ -865,6 +865,7 @@ class NcclProcessGroup final : public ProcessGroup {
 
   int rank() const override { return rank_; }
   int world_size() const override { return world_->size; }
+  absl::string_view trace_backend() const override { return "nccl"; }
   const ByteLedger& ledger() const override { return *ledger_; }
 
   absl::StatusOr<std::unique_ptr<Communicator>> Open(absl::string_view name) override {
