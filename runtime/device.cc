@@ -28,8 +28,8 @@ absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int thread
   return absl::InternalError("unknown device backend");
 }
 
-absl::Status CheckBackend(Backend backend) {
-  return backend == Backend::kCuda ? cuda::CheckCuda() : absl::OkStatus();
+absl::Status CheckBackend(Backend backend, int ordinal) {
+  return backend == Backend::kCuda ? cuda::CheckCuda(ordinal) : absl::OkStatus();
 }
 
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateLocalRanks(

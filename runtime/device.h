@@ -138,8 +138,9 @@ absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int thread
                                                      Residency residency = Residency::kAtOnce,
                                                      int ordinal = 0);
 
-// Whether this build and this machine have the backend; if not, in one line, why, and what to do.
-absl::Status CheckBackend(Backend backend);
+// Whether this build and this machine have the backend and the device of this number; if not, in
+// one line, why, and what to do.
+absl::Status CheckBackend(Backend backend, int ordinal = 0);
 
 // A process group for each rank of this process, in rank order, whose communicators reach the
 // memory of the backend's devices: all of `ranks` ranks, which are then threads; or, if a launcher

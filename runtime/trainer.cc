@@ -585,7 +585,8 @@ absl::StatusOr<std::vector<MemoryUse>> PlanMemory(const TrainerOptions& options,
                                                   const Workload& workload) {
   DIM0_ASSIGN_OR_RETURN(const auto groups, CreateThreadRanks(options.ranks, {}));
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(options.backend, options.threads_per_rank));
+                        CreateDevice(options.backend, options.threads_per_rank, Residency::kAtOnce,
+                                     DeviceOrdinal(0, options.launch)));
   std::vector<MemoryUse> plan;
   for (const std::unique_ptr<ProcessGroup>& group : groups) {
     Allocator allocator = Allocator::ForPlan();

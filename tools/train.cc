@@ -222,14 +222,14 @@ void WarnOfFlagsWithoutEffect(const std::string& optimizer) {
 }
 
 // --device. What auto chose, and why, goes to the log.
-absl::StatusOr<Backend> BackendFromFlag() {
+absl::StatusOr<Backend> BackendFromFlag(const std::optional<Launch>& launch) {
   const std::string name = absl::GetFlag(FLAGS_device);
   if (name == "cpu") return Backend::kCpu;
   if (name != "cuda" && name != "auto") {
     return absl::InvalidArgumentError(
         absl::StrCat("--device=", name, " is unknown; choose cpu, cuda or auto"));
   }
-  const absl::Status usable = CheckBackend(Backend::kCuda);
+  const absl::Status usable = CheckBackend(Backend::kCuda, DeviceOrdinal(0, launch));
   if (name == "auto") {
     spdlog::info("device: {}",
                  usable.ok() ? "cuda" : absl::StrCat("cpu, because ", usable.message()));
@@ -398,7 +398,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   // One rank alone is a rank of this process: a batch system says so of every job.
   if (trainer.launch && trainer.launch->world_size == 1) trainer.launch.reset();
   if (!setup.leads()) spdlog::set_level(spdlog::level::warn);
-  DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag());
+  DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag(trainer.launch));
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   trainer.ranks = trainer.launch ? trainer.launch->world_size : absl::GetFlag(FLAGS_ranks);
   trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
@@ -491,7 +491,8 @@ absl::Status CheckMemory(const Setup& setup) {
                         PlanMemory(setup.trainer, setup.MakeWorkload()));
   spdlog::info("predicted memory of the fullest rank:\n{}", MemoryTable(plan));
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(setup.trainer.backend, 1));
+                        CreateDevice(setup.trainer.backend, 1, Residency::kAtOnce,
+                                     DeviceOrdinal(0, setup.trainer.launch)));
   DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
                         device->Available((setup.trainer.launch ? 1 : setup.trainer.ranks) *
                                           setup.trainer.threads_per_rank));

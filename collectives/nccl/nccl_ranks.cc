@@ -26,6 +26,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
@@ -68,6 +69,9 @@ constexpr absl::Duration kNews = absl::Milliseconds(200);
 constexpr absl::Duration kFarewell = absl::Seconds(10);
 // Elements whose maximum is taken at a time: the channel's scratch holds so many keys.
 constexpr int64_t kKeys = int64_t{1} << 16;
+
+// The order of launches, see above.
+static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 26, 0), "NCCL 2.26 or later");
 
 #define RETURN_IF_ERROR(expression)                                         \
   do {                                                                      \
@@ -304,6 +308,8 @@ class World {
       (void)cudaSetDevice(end->device);
       (void)cudaEventSynchronize(last);
     }
+    // Of a group that has failed the watchdog aborts all communicators together.
+    while (!Health().ok() && HasCommunicator(*end)) absl::SleepFor(absl::Milliseconds(1));
     std::vector<std::shared_ptr<End>> ends;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -339,12 +345,14 @@ class World {
       }
       const bool failed = !failure_.ok();
       lock.unlock();
-      for (const auto& end : ends) {
-        if (failed) {
-          Abort(*end);
-        } else if (absl::Status status = Look(*end); !status.ok()) {
-          Fail(status);
-          break;
+      if (failed) {
+        Abort(ends);
+      } else {
+        for (const auto& end : ends) {
+          if (absl::Status status = Look(*end); !status.ok()) {
+            Fail(status);
+            break;
+          }
         }
       }
       ends.clear();
@@ -354,6 +362,8 @@ class World {
 
   // Takes off the calls that have ended. Returns what is wrong with the others.
   absl::Status Look(End& end) {
+    // A thread that has not said which device it means would make a context on the first.
+    (void)cudaSetDevice(end.device);
     if (std::unique_lock<std::timed_mutex> nccl(end.nccl, std::try_to_lock);
         nccl.owns_lock() && end.comm != nullptr) {
       ncclResult_t state = ncclSuccess;
@@ -400,12 +410,30 @@ class World {
     }
   }
 
-  static void Abort(End& end) {
+  // As one group: NCCL waits, in an abort, for the streams that the communicator has used, and
+  // these may wait for a call of another one. In a group all are told before any is waited for.
+  static void Abort(absl::Span<const std::shared_ptr<End>> ends) {
     // A call of NCCL's that does not return must not keep the others waiting: NCCL lets go of it.
-    std::unique_lock<std::timed_mutex> nccl(end.nccl, std::chrono::seconds(1));
-    if (end.comm == nullptr) return;
-    (void)cudaSetDevice(end.device);
-    (void)ncclCommAbort(std::exchange(end.comm, nullptr));
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    std::vector<std::unique_lock<std::timed_mutex>> locks;
+    std::vector<std::pair<int, ncclComm_t>> communicators;  // with their devices
+    for (const auto& end : ends) {
+      locks.emplace_back(end->nccl, deadline);
+      if (end->comm == nullptr) continue;
+      communicators.emplace_back(end->device, std::exchange(end->comm, nullptr));
+    }
+    if (communicators.empty()) return;
+    (void)ncclGroupStart();
+    for (const auto& [device, comm] : communicators) {
+      (void)cudaSetDevice(device);
+      (void)ncclCommAbort(comm);
+    }
+    (void)ncclGroupEnd();
+  }
+
+  static bool HasCommunicator(End& end) {
+    std::lock_guard<std::timed_mutex> nccl(end.nccl);
+    return end.comm != nullptr;
   }
 
   // Ends communicators whose calls have run; all at once, since each waits for its peers.
@@ -418,7 +446,7 @@ class World {
         (void)cudaSetDevice(end->device);
         result = ncclCommFinalize(end->comm);
       }
-      if (failed || (result != ncclSuccess && result != ncclInProgress)) Abort(*end);
+      if (failed || (result != ncclSuccess && result != ncclInProgress)) Abort({&end, 1});
     }
     const absl::Time deadline = SteadyNow() + kFarewell;
     for (const auto& end : ends) {
@@ -432,7 +460,7 @@ class World {
         if (state == ncclInProgress) absl::SleepFor(absl::Milliseconds(1));
       }
       if (state != ncclSuccess) {
-        Abort(*end);
+        Abort({&end, 1});
         continue;
       }
       std::lock_guard<std::timed_mutex> nccl(end->nccl);
@@ -797,6 +825,11 @@ class NcclCommunicator final : public Communicator {
     RETURN_IF_ERROR(
         CudaStatus(cudaEventCreateWithFlags(&end_->keys_free, cudaEventDisableTiming), memory));
     RETURN_IF_ERROR(CudaStatus(cudaEventRecord(end_->keys_free, stream), memory));
+    // A rank that has gone ahead must not keep its GPU busy waiting for one that still allocates: in
+    // one process the driver may have the one wait for the other.
+    if (absl::Status met = host_->Barrier(meeting); !met.ok()) {
+      return absl::IsDeadlineExceeded(met) ? world_->Late(rank(), call_) : met;
+    }
     connected_ = true;
     return absl::OkStatus();
   }

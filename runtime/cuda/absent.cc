@@ -4,7 +4,7 @@
 
 namespace dim0::cuda {
 
-absl::Status CheckCuda() {
+absl::Status CheckCuda(int /*ordinal*/) {
   return absl::UnavailableError(
       "this build has no CUDA: install the CUDA Toolkit and NCCL, set CUDA_HOME and build again");
 }

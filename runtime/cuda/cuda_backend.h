@@ -15,9 +15,9 @@
 namespace dim0::cuda {
 
 // See CheckBackend.
-absl::Status CheckCuda();
+absl::Status CheckCuda(int ordinal = 0);
 
-// See CreateDevice.
+// See CreateDevice. A process that sees one GPU has been given that one, whatever its local rank.
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(int ordinal);
 
 // The ranks of this process, one for each of `hosts`, on the GPUs of these numbers. See

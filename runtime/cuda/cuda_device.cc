@@ -18,9 +18,13 @@ namespace {
 // The generation of the first GPUs that multiply bfloat16 matrices, Ampere's.
 constexpr int kOldestMajor = 8;
 
-// Of a GPU's memory, what a rank takes beside its plan: cuBLAS' workspaces for the model, for the
-// optimizer and for measuring, NCCL's buffers, and kernels that are loaded when they are first run.
-constexpr int64_t kOutsidePlan = 3 * kMatMulWorkspaceBytes + (int64_t{512} << 20);
+// Of a GPU's memory, what a rank may take beside its plan: cuBLAS' workspaces for the model, for
+// the optimizer and for measuring, kernels that are loaded when they are first run, and NCCL's
+// buffers, which are known to take half a GiB and more for each of up to five channels. Small GPUs
+// have fewer peers, and less is kept.
+int64_t OutsidePlan(int64_t total) {
+  return 3 * kMatMulWorkspaceBytes + std::min(int64_t{3} << 30, total / 16);
+}
 
 ElementType TypeOf(const Tensor& tensor) {
   if (tensor.dtype == DType::kBFloat16) return ElementType::kBFloat16;
@@ -171,8 +175,9 @@ absl::StatusOr<AvailableMemory> CudaDevice::Available(int /*threads*/) const {
   size_t free = 0, total = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total),
                                 absl::StrCat("asking for the free memory of ", name_)));
-  return AvailableMemory{.bytes = std::max<int64_t>(0, static_cast<int64_t>(free) - kOutsidePlan),
-                         .of_each_rank = true};
+  return AvailableMemory{
+      .bytes = std::max<int64_t>(0, static_cast<int64_t>(free) - OutsidePlan(total)),
+      .of_each_rank = true};
 }
 
 absl::StatusOr<MatMul*> CudaDevice::Products() {

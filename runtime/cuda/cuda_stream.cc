@@ -68,8 +68,12 @@ absl::Status StreamContext::Activate() const {
 }
 
 void StreamContext::Collect() {
-  std::lock_guard<std::mutex> lock(mutex);
-  for (CudaStream* stream : streams) stream->Collect();
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    for (CudaStream* stream : streams) stream->Collect();
+  }
+  // The host has waited anyway. Without a new anchor times stay right, if coarser.
+  if (Activate().ok()) (void)events->RefreshAnchor();
 }
 
 CudaStream::CudaStream(absl::string_view name, int priority, std::shared_ptr<StreamContext> context,
@@ -172,8 +176,6 @@ absl::Status CudaStream::Synchronize() {
       ToStatus(cudaStreamSynchronize(stream_),
                absl::StrCat("waiting for stream ", name_, " of GPU ", context_->ordinal));
   context_->Collect();
-  // The streams are idle here more often than not: a good moment.
-  if (record_ != nullptr && waited.ok()) (void)context_->events->RefreshAnchor();
   Fail(waited);
   return status_;
 }

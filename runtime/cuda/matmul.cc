@@ -75,6 +75,7 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
                                       : CUBLASLT_EPILOGUE_GELU_AUX)
                  : (p.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT));
   const void* added = p.added != nullptr ? p.added : p.c;
+  const void* aux = p.before_gelu != nullptr ? p.before_gelu : p.gelu_at;
   const uint32_t align_a = Alignment(p.a), align_b = Alignment(p.b), align_c = Alignment(added),
                  align_d = Alignment(p.c);
   // Whether C is read decides between algorithms too.
@@ -93,7 +94,9 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
                    align_d,
                    p.beta != 0,
                    p.added != nullptr,
-                   p.a_row_length};
+                   p.a_row_length,
+                   Alignment(p.bias),
+                   Alignment(aux)};
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second.get();
 
   auto plan = std::make_unique<Plan>();
@@ -111,8 +114,11 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_TRANSA, first));
   DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_TRANSB, second));
   DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue));
-  if (p.before_gelu != nullptr || p.gelu_at != nullptr) {
+  // The heuristic looks at how these are aligned; each product has its own.
+  if (p.bias != nullptr) DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias));
+  if (aux != nullptr) {
     DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n));
+    DIM0_RETURN_IF_ERROR(set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, aux));
   }
 
   const auto layout = [&](cublasLtMatrixLayout_t* made, DType type, int64_t rows, int64_t cols,
@@ -150,6 +156,9 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   };
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                     static_cast<uint64_t>(kMatMulWorkspaceBytes)));
+  // Parts of a sum that is split are added in float32, too, not in the result's type.
+  keep_first(prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                    static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)));
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align_b));
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align_a));
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_c));

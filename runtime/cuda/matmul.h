@@ -61,7 +61,7 @@ class MatMul {
 
  private:
   // What a choice of algorithm depends on.
-  using Key = std::array<int64_t, 16>;
+  using Key = std::array<int64_t, 18>;
   struct Plan;
 
   MatMul() = default;

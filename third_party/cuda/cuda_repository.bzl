@@ -63,10 +63,9 @@ def _library_dir(ctx, root, library):
 
 def _file_with_version(ctx, folder, file):
     """Returns the name that says which interface the library has: libnccl.so.2 for libnccl.so."""
-    for version in range(1, 100):
-        if ctx.path("%s/%s.%d" % (folder, file, version)).exists:
-            return "%s.%d" % (file, version)
-    return file
+    target = ctx.path(folder + "/" + file).realpath.basename
+    # libnccl.so.2.28.9 has the interface of libnccl.so.2.
+    return ".".join(target.split(".")[:3]) if target.startswith(file + ".") else file
 
 _DEFS = """CUDA_FOUND = {}
 ARCHITECTURES = {}
