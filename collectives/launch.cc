@@ -45,7 +45,8 @@ absl::StatusOr<int> Number(const Variable& variable, const char* name, int low, 
 absl::StatusOr<std::optional<Launch>> ReadLaunchEnvironment(const Variable& variable) {
   constexpr int kMaxRanks = 1 << 20;
   for (const Launcher& launcher : kLaunchers) {
-    if (variable(launcher.rank) == nullptr && variable(launcher.world_size) == nullptr) continue;
+    // A number of ranks alone is an allocation's, or a container's, and no launcher's.
+    if (variable(launcher.rank) == nullptr) continue;
     Launch launch;
     absl::StatusOr<int> number = Number(variable, launcher.world_size, 1, kMaxRanks);
     if (!number.ok()) return number.status();
@@ -67,8 +68,10 @@ absl::StatusOr<std::optional<Launch>> ReadLaunchEnvironment(const Variable& vari
 
     const char* const address = variable("MASTER_ADDR");
     if (address == nullptr || *address == '\0') {
-      return absl::InvalidArgumentError(
-          "MASTER_ADDR is not set; it must be the name or address of rank 0's machine");
+      return absl::InvalidArgumentError(absl::StrCat(
+          "MASTER_ADDR is not set; it must be the name or address of rank 0's machine (",
+          launcher.rank, " and ", launcher.world_size, " say that this is rank ", launch.rank,
+          " of ", launch.world_size, "; without a launcher, unset them)"));
     }
     launch.address = address;
     number = Number(variable, "MASTER_PORT", 1, 65535);

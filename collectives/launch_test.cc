@@ -86,12 +86,20 @@ TEST(LaunchTest, WithoutALauncherThereIsNoRank) {
   EXPECT_FALSE(launch->has_value());
 }
 
+TEST(LaunchTest, ANumberOfRanksAloneIsAnAllocationsAndNoLaunch) {
+  for (const Variables& variables :
+       {Without(kTorchrun, "RANK"), Variables{{"SLURM_NTASKS", "4"}, {"SLURM_LOCALID", "0"}}}) {
+    const auto launch = Read(variables);
+    ASSERT_TRUE(launch.ok()) << launch.status();
+    EXPECT_FALSE(launch->has_value());
+  }
+}
+
 TEST(LaunchTest, AnythingElseIsRefusedByTheVariablesName) {
   const struct {
     Variables variables;
     const char* error;
   } cases[] = {
-      {Without(kTorchrun, "RANK"), "RANK is not set"},
       {Without(kTorchrun, "WORLD_SIZE"), "WORLD_SIZE is not set"},
       {Without(kTorchrun, "LOCAL_RANK"), "LOCAL_RANK is not set"},
       {Without(kTorchrun, "MASTER_ADDR"), "MASTER_ADDR is not set"},

@@ -296,7 +296,9 @@ absl::Status Muon::Update(const Unit& unit, const StepParams& params, const Even
   while (groups_launched_ < groups_.size() &&
          groups_[groups_launched_].last_unit_position <= units_arrived_) {
     RunGroup(groups_[groups_launched_], slots_[groups_launched_ % slots_.size()], params);
-    group_done_[groups_launched_++] = scatter_->Record();
+    const Event& done = group_done_[groups_launched_++] = scatter_->Record();
+    // The other ranks are about to wait for what this one has not enqueued.
+    DIM0_RETURN_IF_ERROR(done.known_error());
   }
   if (++units_arrived_ < static_cast<int>(update_order_.size())) return absl::OkStatus();
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <numeric>
 #include <optional>
+#include <set>
 #include <system_error>
 #include <thread>
 #include <type_traits>
@@ -169,14 +170,59 @@ class RankRun {
       DIM0_ASSIGN_OR_RETURN(
           diagnostics_, Diagnostics::Create(*engine_, *optimizer_, group_, *device_, *allocator_));
     }
+    DIM0_RETURN_IF_ERROR(CompareFlags());
     DIM0_RETURN_IF_ERROR(engine_->Start(options_.seed));
     // All ranks measure at once: they will compute at once.
     DIM0_ASSIGN_OR_RETURN(
         const std::vector<double> rates,
         ExchangeStruct(*engine_, device_->MeasureMatMulRate(options_.matmul_measurement)));
-    matmul_rate_ = std::accumulate(rates.begin(), rates.end(), 0.0);
-    if (leads()) {
+    // Without one rank's there is no yardstick.
+    const bool measured = *std::min_element(rates.begin(), rates.end()) > 0;
+    matmul_rate_ = measured ? std::accumulate(rates.begin(), rates.end(), 0.0)
+                            : std::numeric_limits<double>::quiet_NaN();
+    if (leads() && measured) {
       spdlog::info("{} rate {:.1f} GFLOP/s over all ranks", matmul_name(), matmul_rate_ * 1e-9);
+    } else if (leads()) {
+      spdlog::warn("warning: the {} rate could not be measured; fractions of it are left out",
+                   matmul_name());
+    }
+    return absl::OkStatus();
+  }
+
+  // Ranks that are processes may have been started with different flags.
+  absl::Status CompareFlags() {
+    std::vector<std::string> names = {"data"};
+    std::vector<int32_t> sequence(options_.seq_len), targets(options_.seq_len);
+    dataset_.TrainSequence(0, absl::MakeSpan(sequence), absl::MakeSpan(targets));
+    std::vector<uint64_t> hashes = {HashBytes(absl::MakeConstSpan(
+        reinterpret_cast<const char*>(sequence.data()), sequence.size() * sizeof(int32_t)))};
+    for (const auto& [name, value] : workload_.flags) {
+      // What may differ, or stands for something else that is compared.
+      static const std::set<absl::string_view> kOwn = {"collective_timeout",
+                                                       "data",
+                                                       "device",
+                                                       "log_every",
+                                                       "ranks",
+                                                       "run_dir",
+                                                       "trace",
+                                                       "trace_steps",
+                                                       "threads_per_rank"};
+      if (kOwn.contains(name)) continue;
+      names.push_back(name);
+      hashes.push_back(HashBytes(value));
+    }
+    DIM0_ASSIGN_OR_RETURN(
+        const std::vector<std::string> all,
+        engine_->Exchange(std::string(reinterpret_cast<const char*>(hashes.data()),
+                                      hashes.size() * sizeof(uint64_t))));
+    for (size_t i = 0; i < names.size(); ++i) {
+      for (int rank = 1; rank < group_.world_size(); ++rank) {
+        const size_t at = i * sizeof(uint64_t);
+        if (all[rank].compare(at, sizeof(uint64_t), all[0], at, sizeof(uint64_t)) == 0) continue;
+        return absl::FailedPreconditionError(absl::StrCat("ranks 0 and ", rank,
+                                                          " have different --", names[i],
+                                                          "; start all ranks with the same flags"));
+      }
     }
     return absl::OkStatus();
   }
@@ -323,10 +369,10 @@ class RankRun {
     DIM0_RETURN_IF_ERROR(metrics_->Append(Text(json)));
     if (step % options_.log_every == 0 || step == 1 || step == options_.steps || result.stop) {
       spdlog::info(
-          "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  {}{:.0f} ms  {:.0f} tokens/s  "
-          "{:.2f} of {}",
-          step, absl::StrCat(options_.steps).size(), options_.steps, result.loss,
-          result.gradient_norm, rates, seconds * 1e3, tokens_per_second, fraction, matmul_name());
+          "step {:>{}}/{}  loss {:.7f}  grad norm {:.4f}  {}{:.0f} ms  {:.0f} tokens/s{}", step,
+          absl::StrCat(options_.steps).size(), options_.steps, result.loss, result.gradient_norm,
+          rates, seconds * 1e3, tokens_per_second,
+          std::isfinite(fraction) ? absl::StrFormat("  %.2f of %s", fraction, matmul_name()) : "");
     }
     return absl::OkStatus();
   }
@@ -636,6 +682,7 @@ absl::StatusOr<TrainingSummary> Train(const TrainerOptions& given, const Workloa
                                           .start_timeout = options.collective_timeout,
                                           .link = options.link},
                                          options.launch));
+  if (options.ranks_met) options.ranks_met();
   // The folders are rank 0's affair. No other rank writes before they have met in SetUp.
   const bool has_leader = groups.front()->rank() == 0;
   std::optional<RunDirLock> run_lock, trace_lock;

@@ -79,6 +79,8 @@ struct TrainerOptions {
   TraceOptions trace;
   absl::Duration matmul_measurement = absl::Milliseconds(500);  // of what FLOPs are compared with
 
+  // Called, if given, when all ranks have been started: until then there is nothing to stop.
+  std::function<void()> ranks_met;
   // Raised from outside (a signal handler, say) to end after the step in progress. May be null.
   const std::atomic<bool>* stop = nullptr;
 

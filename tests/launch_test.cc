@@ -100,6 +100,34 @@ TEST_F(LaunchTest, ProcessesTrainAsThreadsDoToTheBit) {
   EXPECT_EQ(Slurp(Path("processes/model.safetensors")), Slurp(Path("threads/model.safetensors")));
 }
 
+TEST_F(LaunchTest, RanksWithDifferentFlagsOrDataDoNotTrain) {
+  Write("other.txt", std::string(5000, 'x'));
+  for (const std::string& other :
+       {std::string("--seed=7"), absl::StrCat("--data=", Path("other.txt")),
+        std::string("--schedule=cosine"), std::string("--clip=0"), std::string("--steps=5")}) {
+    const int port = FreePort();
+    auto leader = Start(0, 2, port, Flags("run", 4));
+    Arguments flags = Flags("run", 4);
+    flags.push_back(other);
+    auto second = Start(1, 2, port, flags);
+    const std::string flag = other.substr(0, other.find('='));
+    for (RunningProgram* rank : {leader.get(), second.get()}) {
+      const Outcome outcome = rank->Wait();
+      EXPECT_EQ(outcome.exit_status, 1) << other;
+      EXPECT_THAT(outcome.err, HasSubstr(absl::StrCat("ranks 0 and 1 have different ", flag)));
+    }
+    EXPECT_FALSE(fs::exists(Path("run/model.safetensors")));
+  }
+}
+
+TEST_F(LaunchTest, ASignalBeforeTheRanksHaveMetEndsTheProcessAtOnce) {
+  auto leader = Start(0, 2, FreePort(), Flags("run", 1));
+  std::this_thread::sleep_for(std::chrono::seconds(1));
+  leader->Send(SIGINT);
+  EXPECT_EQ(leader->Wait().signal, SIGINT);
+  EXPECT_FALSE(fs::exists(Path("run")));
+}
+
 TEST_F(LaunchTest, EachProcessWritesItsTraceAndTheReportIsOfAll) {
   const int port = FreePort();
   std::vector<std::unique_ptr<RunningProgram>> ranks;

@@ -398,6 +398,11 @@ absl::StatusOr<Setup> SetupFromFlags() {
   // One rank alone is a rank of this process: a batch system says so of every job.
   if (trainer.launch && trainer.launch->world_size == 1) trainer.launch.reset();
   if (!setup.leads()) spdlog::set_level(spdlog::level::warn);
+  if (trainer.launch && setup.leads() && absl::GetFlag(FLAGS_ranks) != 1 &&
+      absl::GetFlag(FLAGS_ranks) != trainer.launch->world_size) {
+    spdlog::warn("warning: --ranks={} has no effect: a launcher has started {} processes",
+                 absl::GetFlag(FLAGS_ranks), trainer.launch->world_size);
+  }
   DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag(trainer.launch));
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   trainer.ranks = trainer.launch ? trainer.launch->world_size : absl::GetFlag(FLAGS_ranks);
@@ -429,14 +434,17 @@ absl::StatusOr<Setup> SetupFromFlags() {
                     .prefetch = absl::GetFlag(FLAGS_prefetch),
                     .sync_every_micro_batch = absl::GetFlag(FLAGS_accum_sync),
                     .clip = absl::GetFlag(FLAGS_clip)};
-  DIM0_ASSIGN_OR_RETURN(trainer.engine.param_dtype,
-                        DTypeFromFlag("param_dtype", absl::GetFlag(FLAGS_param_dtype),
-                                      DefaultParameterDType(trainer.backend)));
+  DIM0_ASSIGN_OR_RETURN(trainer.engine.master_dtype,
+                        DTypeFromFlag("master_dtype", absl::GetFlag(FLAGS_master_dtype)));
+  // What is stored in fewer bytes is not sent in more.
+  const bool short_masters = trainer.engine.master_dtype == DType::kBFloat16;
+  DIM0_ASSIGN_OR_RETURN(
+      trainer.engine.param_dtype,
+      DTypeFromFlag("param_dtype", absl::GetFlag(FLAGS_param_dtype),
+                    short_masters ? DType::kBFloat16 : DefaultParameterDType(trainer.backend)));
   DIM0_ASSIGN_OR_RETURN(
       trainer.engine.reduce_dtype,
       DTypeFromFlag("reduce_dtype", absl::GetFlag(FLAGS_reduce_dtype), DType::kFloat32));
-  DIM0_ASSIGN_OR_RETURN(trainer.engine.master_dtype,
-                        DTypeFromFlag("master_dtype", absl::GetFlag(FLAGS_master_dtype)));
   DIM0_RETURN_IF_ERROR(trainer.engine.Validate());
   trainer.batch = absl::GetFlag(FLAGS_batch);
   trainer.grad_accum = absl::GetFlag(FLAGS_grad_accum);
@@ -537,7 +545,7 @@ absl::Status CheckMemory(const Setup& setup) {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
   return absl::ResourceExhaustedError(absl::StrFormat(
-      "the run needs %.1f GiB %s and %.1f GiB are available; %s", needed / 1073741824.0,
+      "the run needs %.2f GiB %s and %.2f GiB are available; %s", needed / 1073741824.0,
       memory.of_each_rank ? "on a rank's device" : "in all", available / 1073741824.0, advice));
 }
 
@@ -601,15 +609,16 @@ int Main(int argc, char** argv) {
           "  train --model=gpt2 --ranks=2 --optimizer=rmnp --data=book.txt --run_dir=runs/first")) {
     return *status;
   }
-  const absl::StatusOr<Setup> setup = SetupFromFlags();
+  absl::StatusOr<Setup> setup = SetupFromFlags();
   if (!setup.ok()) {
     PrintError("train", setup.status().message());
     // A machine without the GPU that --device asks for is no wrong command line.
     const bool usage = absl::IsInvalidArgument(setup.status()) || absl::IsNotFound(setup.status());
     return usage ? kExitUsage : kExitFailure;
   }
-  std::signal(SIGINT, HandleSignal);
-  std::signal(SIGTERM, HandleSignal);
+  setup->trainer.ranks_met = [] {
+    for (const int either : {SIGINT, SIGTERM}) std::signal(either, HandleSignal);
+  };
   const absl::StatusOr<TrainingSummary> summary = Run(*setup);
   if (!summary.ok()) {
     PrintError("train", summary.status().message());
