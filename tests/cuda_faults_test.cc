@@ -195,7 +195,7 @@ TEST_P(CudaFaults, ACallThatFailsEndsTheRunInOneLineOrChangesNothing) {
     if (stride > 0) {
       n += stride;
     } else {
-      n += n <= before_steps ? 8 : n <= with_first_step ? 14 : 60;
+      n += n <= before_steps ? 16 : n <= with_first_step ? 28 : 120;
     }
   }
   EXPECT_GT(failures, 20);
