@@ -191,11 +191,8 @@ class RankRun {
 
   // Ranks that are processes may have been started with different flags.
   absl::Status CompareFlags() {
-    std::vector<std::string> names = {"data"};
-    std::vector<int32_t> sequence(options_.seq_len), targets(options_.seq_len);
-    dataset_.TrainSequence(0, absl::MakeSpan(sequence), absl::MakeSpan(targets));
-    std::vector<uint64_t> hashes = {HashBytes(absl::MakeConstSpan(
-        reinterpret_cast<const char*>(sequence.data()), sequence.size() * sizeof(int32_t)))};
+    std::vector<std::string> names;
+    std::vector<uint64_t> hashes;
     for (const auto& [name, value] : workload_.flags) {
       // What may differ, or stands for something else that is compared.
       static const std::set<absl::string_view> kOwn = {"collective_timeout",
@@ -211,6 +208,13 @@ class RankRun {
       names.push_back(name);
       hashes.push_back(HashBytes(value));
     }
+    // The first tokens that the run trains on stand for all of them; the seed decides which these
+    // are.
+    std::vector<int32_t> sequence(options_.seq_len), targets(options_.seq_len);
+    dataset_.TrainSequence(0, absl::MakeSpan(sequence), absl::MakeSpan(targets));
+    names.push_back("data");
+    hashes.push_back(HashBytes(absl::MakeConstSpan(reinterpret_cast<const char*>(sequence.data()),
+                                                   sequence.size() * sizeof(int32_t))));
     DIM0_ASSIGN_OR_RETURN(
         const std::vector<std::string> all,
         engine_->Exchange(std::string(reinterpret_cast<const char*>(hashes.data()),
