@@ -956,7 +956,7 @@ absl::Status Engine::GatherToRankZero(int parameter, absl::Span<float> whole) {
   if (optimizer_ != nullptr) reduce_scatter_->Wait(optimizer_->Updated(state.unit));
   std::vector<char> mine(shard.bytes()), all(whole.size() * SizeOf(shard.dtype));
   device_.CopyToHost(*reduce_scatter_, mine.data(), shard.data, shard.bytes());
-  absl::Status status = reduce_scatter_->Synchronize();
+  absl::Status status = Settled(reduce_scatter_->Synchronize());
   if (status.ok()) {
     status = host_channel_->Gather({Purpose::kControl, entry.spec.name}, shard.dtype, mine.data(),
                                    all.data(), state.counts[entry.position], /*root=*/0);
