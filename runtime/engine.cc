@@ -374,6 +374,8 @@ MemoryUse Engine::LiveBetweenSteps() const {
   }
   for (const Slot& slot : gathered_slots_) take(MemoryPurpose::kGathered, slot.buffer);
   for (const Slot& slot : gradient_slots_) take(MemoryPurpose::kCommunication, slot.buffer);
+  take(MemoryPurpose::kCommunication, parameter_wire_);
+  take(MemoryPurpose::kCommunication, gradient_wire_);
   for (const LookupState& lookup : lookups_) {
     for (const Buffer RowBuffers::*buffer :
          {&RowBuffers::asked, &RowBuffers::served, &RowBuffers::indices}) {
@@ -440,8 +442,11 @@ Engine::Gathered Engine::Gather(UnitState& state, size_t piece, Phase phase) {
   }
 
   const Views targets = PortionsOf(state.pieces[piece], GatheredViews(state, *slot));
-  const Views received =
-      casts_parameters() ? OnWire(parameter_wire_, options_.param_dtype, targets) : targets;
+  Views received = targets;
+  if (casts_parameters()) {
+    received = OnWire(parameter_wire_, options_.param_dtype, targets);
+    all_gather_->CountLive(MemoryPurpose::kCommunication, BytesOf(received));
+  }
   std::vector<AllGatherPart> parts;
   for (size_t i = 0; i < received.size(); ++i) {
     const Portion& portion = state.pieces[piece][i];
@@ -457,7 +462,10 @@ Engine::Gathered Engine::Gather(UnitState& state, size_t piece, Phase phase) {
             {Purpose::kParameter, name, context.native_stream, context.call}, options_.param_dtype,
             parts);
       });
-  if (casts_parameters()) CastAll(*all_gather_, received, targets);
+  if (casts_parameters()) {
+    CastAll(*all_gather_, received, targets);
+    all_gather_->CountLive(MemoryPurpose::kCommunication, -BytesOf(received));
+  }
   return {slot, all_gather_->Record()};
 }
 
@@ -558,6 +566,7 @@ void Engine::ReducePiece(UnitState& state, const Piece& piece) {
   Views sent = PortionsOf(piece, GradientViews(state, *state.gradient));
   if (casts_gradients()) {
     const Views on_wire = OnWire(gradient_wire_, options_.reduce_dtype, sent);
+    reduce_scatter_->CountLive(MemoryPurpose::kCommunication, BytesOf(on_wire));
     CastAll(*reduce_scatter_, sent, on_wire);
     sent = on_wire;
   }
@@ -569,14 +578,16 @@ void Engine::ReducePiece(UnitState& state, const Piece& piece) {
                      .counts = piece[i].counts,
                      .accumulate = state.has_gradient});
   }
-  const auto bytes = static_cast<double>(BytesOf(sent));
-  reduce_scatter_->Enqueue(
-      {.name = absl::StrCat("reduce_scatter ", name), .kind = OpKind::kCollective, .bytes = bytes},
-      [this, name, parts = std::move(parts)](const OpContext& context) {
-        return gradient_channel_->ReduceScatter(
-            {Purpose::kGradient, name, context.native_stream, context.call}, options_.reduce_dtype,
-            parts);
-      });
+  const int64_t bytes = BytesOf(sent);
+  reduce_scatter_->Enqueue({.name = absl::StrCat("reduce_scatter ", name),
+                            .kind = OpKind::kCollective,
+                            .bytes = static_cast<double>(bytes)},
+                           [this, name, parts = std::move(parts)](const OpContext& context) {
+                             return gradient_channel_->ReduceScatter(
+                                 {Purpose::kGradient, name, context.native_stream, context.call},
+                                 options_.reduce_dtype, parts);
+                           });
+  if (casts_gradients()) reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -bytes);
 }
 
 void Engine::CastAll(Stream& stream, const Views& sources, const Views& targets) {
@@ -671,9 +682,11 @@ void Engine::FetchRows(const MicroBatch& micro_batch) {
     const RowBuffers& buffers = lookups_[k].values;
     const Tensor served = {buffers.served.data(), options_.param_dtype,
                            static_cast<int64_t>(route.indices.size()), tables[k].cols};
-    const Tensor received = casts_parameters()
-                                ? OnWire(parameter_wire_, options_.param_dtype, {tables[k]})[0]
-                                : tables[k];
+    Tensor received = tables[k];
+    if (casts_parameters()) {
+      received = OnWire(parameter_wire_, options_.param_dtype, {tables[k]})[0];
+      all_gather_->CountLive(MemoryPurpose::kCommunication, received.bytes());
+    }
     auto* const indices = static_cast<int32_t*>(buffers.indices.data());
     all_gather_->CountLive(MemoryPurpose::kGathered, served.bytes());
     if (served.rows > 0) {
@@ -691,7 +704,10 @@ void Engine::FetchRows(const MicroBatch& micro_batch) {
               {Purpose::kParameter, unit, context.native_stream, context.call},
               options_.param_dtype, send, recv);
         });
-    if (casts_parameters()) device_.Cast(*all_gather_, received, tables[k]);
+    if (casts_parameters()) {
+      device_.Cast(*all_gather_, received, tables[k]);
+      all_gather_->CountLive(MemoryPurpose::kCommunication, -received.bytes());
+    }
     all_gather_->CountLive(MemoryPurpose::kGathered, -served.bytes());
   }
   rows_fetched_ = all_gather_->Record();
@@ -734,6 +750,7 @@ void Engine::ReturnRows(const LookupState& lookup, const RowRoute& route, const 
   Tensor sent = table;
   if (casts_gradients()) {
     sent = OnWire(gradient_wire_, options_.reduce_dtype, {table})[0];
+    reduce_scatter_->CountLive(MemoryPurpose::kCommunication, sent.bytes());
     device_.Cast(*reduce_scatter_, table, sent);
   }
   auto* const indices = static_cast<int32_t*>(buffers.indices.data());
@@ -749,6 +766,9 @@ void Engine::ReturnRows(const LookupState& lookup, const RowRoute& route, const 
             send, recv);
       });
   reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -table.bytes());
+  if (casts_gradients()) {
+    reduce_scatter_->CountLive(MemoryPurpose::kCommunication, -sent.bytes());
+  }
   if (served.rows == 0) return;
   device_.CopyFromHost(*reduce_scatter_, indices, route.indices.data(),
                        served.rows * sizeof(int32_t));
@@ -956,7 +976,7 @@ absl::Status Engine::GatherToRankZero(int parameter, absl::Span<float> whole) {
   if (optimizer_ != nullptr) reduce_scatter_->Wait(optimizer_->Updated(state.unit));
   std::vector<char> mine(shard.bytes()), all(whole.size() * SizeOf(shard.dtype));
   device_.CopyToHost(*reduce_scatter_, mine.data(), shard.data, shard.bytes());
-  absl::Status status = reduce_scatter_->Synchronize();
+  absl::Status status = Settled(reduce_scatter_->Synchronize());
   if (status.ok()) {
     status = host_channel_->Gather({Purpose::kControl, entry.spec.name}, shard.dtype, mine.data(),
                                    all.data(), state.counts[entry.position], /*root=*/0);

@@ -251,7 +251,10 @@ TEST_F(TraceTest, StepsCarryTheLossesOfTheLog) {
 }
 
 TEST_F(TraceTest, LiveMemoryReturnsToWhatItWasAndStaysWithinWhatIsAllocated) {
-  for (const RankTrace& trace : TrainAndRead({"--optimizer=rmnp", "--grad_accum=2"})) {
+  // Cast on their way, so that parameters and gradients pass through the wire buffers too.
+  for (const RankTrace& trace :
+       TrainAndRead({"--optimizer=rmnp", "--grad_accum=2", "--param_dtype=bfloat16",
+                     "--reduce_dtype=bfloat16"})) {
     ASSERT_GT(trace.memory.size(), 2);
     EXPECT_EQ(trace.memory.front().bytes, trace.memory.back().bytes);
     const Json peak = Json::parse(Slurp(Path("run/summary.json"))).at("peak_memory_bytes");
