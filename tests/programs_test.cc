@@ -168,7 +168,7 @@ TEST_F(ProgramsTest, TrainRefusesAWrongFlagWithStatusTwo) {
       {{"--param_dtype=half"}, "--param_dtype=half", "choose auto, float32 or bfloat16"},
       {{"--reduce_dtype=int32"}, "--reduce_dtype=int32", "choose auto, float32 or bfloat16"},
       {{"--master_dtype=auto"}, "--master_dtype=auto", "choose float32 or bfloat16"},
-      {{"--master_dtype=bfloat16"},
+      {{"--param_dtype=float32", "--master_dtype=bfloat16"},
        "--param_dtype=float32 with --master_dtype=bfloat16",
        "choose --param_dtype=bfloat16 too, or --master_dtype=float32"},
       {{"--muon_wire=int8"}, "--muon_wire=int8", "choose bfloat16 or float32"},
