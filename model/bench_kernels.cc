@@ -141,18 +141,6 @@ class Bench {
   std::vector<double> rates_;
 };
 
-absl::StatusOr<Backend> BackendFromFlag() {
-  const std::string name = absl::GetFlag(FLAGS_device);
-  if (name != "cpu" && name != "cuda") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--device=", name, " is unknown; choose cpu or cuda"));
-  }
-  const Backend backend = name == "cpu" ? Backend::kCpu : Backend::kCuda;
-  const absl::Status usable = CheckBackend(backend);
-  if (usable.ok()) return backend;
-  return absl::Status(usable.code(), absl::StrCat("--device=", name, ": ", usable.message()));
-}
-
 absl::StatusOr<DType> DTypeFromFlag(Backend backend) {
   const std::string name = absl::GetFlag(FLAGS_dtype);
   if (name.empty()) return DefaultParameterDType(backend);
@@ -176,7 +164,7 @@ absl::Status Run() {
   }
   const int64_t tokens = batch * seq_len;
 
-  DIM0_ASSIGN_OR_RETURN(const Backend backend, BackendFromFlag());
+  DIM0_ASSIGN_OR_RETURN(const Backend backend, UsableBackend(absl::GetFlag(FLAGS_device)));
   DIM0_ASSIGN_OR_RETURN(const DType dtype, DTypeFromFlag(backend));
   DIM0_ASSIGN_OR_RETURN(std::unique_ptr<Device> device,
                         CreateDevice(backend, absl::GetFlag(FLAGS_threads)));

@@ -32,6 +32,17 @@ absl::Status CheckBackend(Backend backend, int ordinal) {
   return backend == Backend::kCuda ? cuda::CheckCuda(ordinal) : absl::OkStatus();
 }
 
+absl::StatusOr<Backend> UsableBackend(absl::string_view device) {
+  if (device != "cpu" && device != "cuda") {
+    return absl::InvalidArgumentError(
+        absl::StrCat("--device=", device, " is unknown; choose cpu or cuda"));
+  }
+  const Backend backend = device == "cpu" ? Backend::kCpu : Backend::kCuda;
+  const absl::Status usable = CheckBackend(backend);
+  if (usable.ok()) return backend;
+  return absl::Status(usable.code(), absl::StrCat("--device=", device, ": ", usable.message()));
+}
+
 absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateLocalRanks(
     Backend backend, int ranks, const ProcessGroupOptions& options,
     const std::optional<Launch>& launch) {

@@ -142,6 +142,10 @@ absl::StatusOr<std::unique_ptr<Device>> CreateDevice(Backend backend, int thread
 // one line, why, and what to do.
 absl::Status CheckBackend(Backend backend, int ordinal = 0);
 
+// The backend that a benchmark's --device names, "cpu" or "cuda", if CheckBackend has nothing
+// against it. Errors: InvalidArgument for another name, or CheckBackend's; both name the flag.
+absl::StatusOr<Backend> UsableBackend(absl::string_view device);
+
 // A process group for each rank of this process, in rank order, whose communicators reach the
 // memory of the backend's devices: all of `ranks` ranks, which are then threads; or, if a launcher
 // has started a process for each rank, the one that it says. Blocks, with a launcher, until all

@@ -141,7 +141,7 @@ TEST_F(LaunchTest, EachProcessWritesItsTraceAndTheReportIsOfAll) {
   EXPECT_EQ(other.exit_status, 0) << other.err;
   EXPECT_TRUE(fs::exists(Path("trace/rank0.json")));
   EXPECT_TRUE(fs::exists(Path("trace/rank1.json")));
-  EXPECT_THAT(leader.out, HasSubstr("2 ranks"));
+  EXPECT_THAT(leader.out, HasSubstr(" on 2 ranks."));
 }
 
 TEST_F(LaunchTest, ARankThatIsKilledEndsTheOthersWithOneLine) {

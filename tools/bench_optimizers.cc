@@ -136,18 +136,6 @@ absl::StatusOr<std::vector<int64_t>> SweepFromFlag() {
   return sizes;
 }
 
-absl::StatusOr<Backend> BackendFromFlag() {
-  const std::string name = absl::GetFlag(FLAGS_device);
-  if (name != "cpu" && name != "cuda") {
-    return absl::InvalidArgumentError(
-        absl::StrCat("--device=", name, " is unknown; choose cpu or cuda"));
-  }
-  const Backend backend = name == "cpu" ? Backend::kCpu : Backend::kCuda;
-  const absl::Status usable = CheckBackend(backend);
-  if (usable.ok()) return backend;
-  return absl::Status(usable.code(), absl::StrCat("--device=", name, ": ", usable.message()));
-}
-
 // Makes the folder and finds out now, not after the measurement, whether files can be made there.
 absl::Status CheckWritable(const Setup& setup) {
   absl::Status status = MakeDirectories(setup.out);
@@ -185,7 +173,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
   DIM0_ASSIGN_OR_RETURN(setup.schemes, SchemesFromFlag());
   DIM0_ASSIGN_OR_RETURN(setup.sweep, SweepFromFlag());
 
-  DIM0_ASSIGN_OR_RETURN(options.backend, BackendFromFlag());
+  DIM0_ASSIGN_OR_RETURN(options.backend, UsableBackend(absl::GetFlag(FLAGS_device)));
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   options.ranks = absl::GetFlag(FLAGS_ranks);
   options.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);

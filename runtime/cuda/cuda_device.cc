@@ -20,8 +20,8 @@ constexpr int kOldestMajor = 8;
 
 // Of a GPU's memory, what a rank may take beside its plan: cuBLAS' workspaces for the model, for
 // the optimizer and for measuring, kernels that are loaded when they are first run, and NCCL's
-// buffers, which are known to take half a GiB and more for each of up to five channels. Small GPUs
-// have fewer peers, and less is kept.
+// buffers, which are reported to take half a GiB and more for each of up to five channels. Small
+// GPUs have fewer peers, and less is kept.
 int64_t OutsidePlan(int64_t total) {
   return 3 * kMatMulWorkspaceBytes + std::min(int64_t{3} << 30, total / 16);
 }

@@ -14,7 +14,7 @@ _LIBRARIES = {
 _USUAL_PLACES = ["/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda"]
 
 # Of the toolkit's headers those that programs of ours include, and what these include. The folders named are links, which
-# a sandbox would otherwise have to follow file by file through some 5000 headers of other libraries.
+# a sandbox would otherwise have to follow file by file through the headers of all other libraries.
 _HEADERS = [
     "include/*.h",
     "include/*.hpp",

@@ -1,6 +1,6 @@
-// Shared libraries loaded when a function of theirs is first called. cuBLASLt and NCCL take a fifth
-// of a second and hundreds of megabytes of address space to load, which programs that run on a CPU
-// would pay at each start; so programs are linked with functions of the same names that pass calls
+// Shared libraries loaded when a function of theirs is first called. cuBLASLt and NCCL take a tenth
+// of a second and 200 MB of memory to load, which programs that run on a CPU would pay at each
+// start; so programs are linked with functions of the same names that pass calls
 // on.
 #ifndef DIM0_THIRD_PARTY_CUDA_ON_DEMAND_LIBRARY_H_
 #define DIM0_THIRD_PARTY_CUDA_ON_DEMAND_LIBRARY_H_
