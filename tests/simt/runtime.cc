@@ -1,6 +1,7 @@
 #include "tests/simt/runtime.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -71,6 +72,7 @@ Settings SettingsFromEnvironment() {
   settings.seed = EnvironmentNumber("DIM0_SIMT_SEED", 1, 0, std::numeric_limits<int64_t>::max());
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
   settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
+  settings.allocations_wait = EnvironmentNumber("DIM0_SIMT_ALLOCATIONS_WAIT", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
     if (std::strcmp(order, "shuffled") == 0) {
       settings.order = ThreadOrder::kShuffled;
@@ -112,6 +114,7 @@ class Runtime {
   bool polled = false;      // see Poll
   bool busy = false;        // an operation is running
   bool look_again = false;  // see LookAgain
+  std::atomic<int> nccl_running = 0;
   uint64_t operations = 0;
   std::mt19937_64 random;
 
@@ -321,6 +324,12 @@ void WaitForStream(const std::shared_ptr<StreamState>& stream) {
   });
 }
 
+// Before memory is allocated.
+void WaitForNccl() {
+  auto& runtime = Runtime::Get();
+  if (GetSettings().allocations_wait) WaitUntil([&] { return runtime.nccl_running == 0; });
+}
+
 void WaitForDevice(int device) {
   auto& runtime = Runtime::Get();
   std::vector<std::pair<std::shared_ptr<StreamState>, int64_t>> points;
@@ -492,6 +501,8 @@ void WaitForRunningOperation() {
   const uint64_t running = runtime.operations;
   runtime.changed.wait(lock, [&] { return !runtime.busy || runtime.operations != running; });
 }
+
+void CountNcclRunning(int change) { Runtime::Get().nccl_running += change; }
 
 bool NcclInOrder() { return Runtime::Get().settings.nccl_in_order; }
 
@@ -904,6 +915,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   SIMT_ENTER("cudaMalloc", cudaErrorMemoryAllocation, true);
+  WaitForNccl();
   const cudaError_t error = AllocateDevice(pointer, bytes, false);
   if (error == cudaSuccess && *pointer) MakeAccessible(*pointer);
   return error;
@@ -1041,6 +1053,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   SIMT_ENTER("cudaHostAlloc", cudaErrorMemoryAllocation, true);
+  WaitForNccl();
   if (!pointer || flags > 7) return SetLastError(cudaErrorInvalidValue);
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
