@@ -122,6 +122,9 @@ class CudaFaults : public testing::TestWithParam<std::string> {
     // Asked for at the begin of each step, by each rank.
     workload.lr_factor = [&, factor = workload.lr_factor](int64_t step) {
       (step == 1 ? calls_before_steps_ : calls_of_first_step_) = simt::CallCount() - before;
+      // The last rank to begin counts.
+      (step == 1 ? allocations_before_steps_ : allocations_of_first_step_) =
+          simt::AllocationCount();
       return factor(step);
     };
     simt::FailCall(n);
@@ -150,10 +153,19 @@ class CudaFaults : public testing::TestWithParam<std::string> {
   static constexpr absl::Duration kDeadline = absl::Minutes(1);
   std::string run_dir_;
   std::atomic<int64_t> calls_before_steps_ = 0, calls_of_first_step_ = 0;
+  std::atomic<int64_t> allocations_before_steps_ = 0, allocations_of_first_step_ = 0;
   int64_t calls_ = 0;
 };
 INSTANTIATE_TEST_SUITE_P(Optimizers, CudaFaults, testing::ValuesIn(kRuns),
                          [](const auto& info) { return info.param; });
+
+// In one process the driver may have a rank that allocates wait for what other ranks' GPUs do, and
+// that may wait for this rank.
+TEST_P(CudaFaults, NoMemoryIsAllocatedInAStep) {
+  ASSERT_TRUE(Train(0).ok());
+  EXPECT_GT(allocations_before_steps_, 0);
+  EXPECT_EQ(allocations_of_first_step_, allocations_before_steps_);
+}
 
 // Some of the calls: each run's test takes others of them. DIM0_FAULTS_STRIDE=1 in the
 // environment takes all, in an hour or so.

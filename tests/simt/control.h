@@ -10,10 +10,6 @@
 //                        1: a device runs one NCCL operation at a time, in the order in which the
 //                        host enqueued them, whatever the communicators and streams, as a GPU may
 //                        that has no room for two: ranks with different orders then hang (0)
-//   DIM0_SIMT_ALLOCATIONS_WAIT
-//                        1: memory is allocated while no NCCL operation runs on any device, as a
-//                        driver may have it: a rank that allocates while another rank of its
-//                        process waits for it then hangs (0)
 //   DIM0_SIMT_FAIL_CALL  the how many-th call is to fail (0: none)
 #ifndef DIM0_TESTS_SIMT_CONTROL_H_
 #define DIM0_TESTS_SIMT_CONTROL_H_
@@ -33,7 +29,6 @@ struct Settings {
   uint64_t seed = 1;
   bool lazy = false;
   bool nccl_in_order = false;
-  bool allocations_wait = false;
 };
 
 Settings GetSettings();
@@ -42,6 +37,8 @@ void SetSettings(const Settings& settings);
 
 // Calls of the CUDA runtime, cuBLASLt and NCCL so far.
 int64_t CallCount();
+// Of these, allocations of device and of pinned memory.
+int64_t AllocationCount();
 
 // The n-th call from now, 1 the next one, fails as its kind of call can: allocations with out of
 // memory, those that wait or enqueue with a launch failure that stays with the device, and so on.

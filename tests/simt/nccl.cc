@@ -111,10 +111,6 @@ struct Batch {
   std::shared_ptr<StreamState> stream;
   std::vector<std::pair<Meeting, std::shared_ptr<Call>>> calls;
   bool started = false;
-
-  ~Batch() {
-    if (started) CountNcclRunning(-1);
-  }
 };
 
 struct State {
@@ -340,7 +336,6 @@ bool MayRun(Batch& batch) {
     while (in_order.front().expired()) in_order.pop_front();
     if (NcclInOrder() && in_order.front().lock().get() != &batch) return false;
     batch.started = true;
-    CountNcclRunning(1);
     for (const auto& [meeting, call] : batch.calls) {
       auto& calls = world.meetings[meeting];
       const int sender = std::get<0>(meeting);

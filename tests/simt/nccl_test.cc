@@ -268,38 +268,6 @@ TEST_F(NcclTest, ARankThatDoesNotCallHoldsUpTheOthersUntilTheyAbort) {
   });
 }
 
-TEST_F(NcclTest, AllocationsWaitForOperationsThatRunIfSoAskedFor) {
-  Settings settings;
-  settings.allocations_wait = true;
-  SetSettings(settings);
-  std::atomic<bool> waits = false, allocated = false;
-  RunRanks(2, true, [&](const Rank& rank) {
-    int* value = Upload(std::vector<int>{1});
-    if (rank.rank == 0) {
-      EXPECT_EQ(ncclAllReduce(value, value, 1, ncclInt32, ncclSum, rank.comm, rank.stream),
-                ncclSuccess);
-      EXPECT_FALSE(EndsSoon(rank));
-      std::thread other([&] {
-        void* memory = nullptr;
-        EXPECT_EQ(cudaMalloc(&memory, 4), cudaSuccess);
-        allocated = true;
-        EXPECT_EQ(cudaHostAlloc(&memory, 4, 0), cudaSuccess);
-      });
-      EXPECT_FALSE(EndsSoon(rank));
-      EXPECT_FALSE(allocated);
-      waits = true;
-      other.join();
-    } else {
-      while (!waits) std::this_thread::yield();
-      EXPECT_EQ(ncclAllReduce(value, value, 1, ncclInt32, ncclSum, rank.comm, rank.stream),
-                ncclSuccess);
-    }
-    EXPECT_EQ(rank.Wait(), cudaSuccess);
-    Close(rank);
-  });
-  EXPECT_TRUE(allocated);
-}
-
 TEST_F(NcclTest, RanksThatDisagreeWaitForever) {
   testing::internal::CaptureStderr();
   std::atomic<int> ended = 0;

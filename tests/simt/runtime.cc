@@ -1,7 +1,6 @@
 #include "tests/simt/runtime.h"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -72,7 +71,6 @@ Settings SettingsFromEnvironment() {
   settings.seed = EnvironmentNumber("DIM0_SIMT_SEED", 1, 0, std::numeric_limits<int64_t>::max());
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
   settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
-  settings.allocations_wait = EnvironmentNumber("DIM0_SIMT_ALLOCATIONS_WAIT", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
     if (std::strcmp(order, "shuffled") == 0) {
       settings.order = ThreadOrder::kShuffled;
@@ -108,13 +106,13 @@ class Runtime {
   uintptr_t next_handle = 0;
   std::map<std::pair<int, const void*>, int> dynamic_shared_limit;  // by device and kernel
   int64_t calls = 0;
+  int64_t allocations = 0;
   int64_t fail_at = 0;  // call number; 0: none
   std::string failed_call;
   int host_threads_waiting = 0;
   bool polled = false;      // see Poll
   bool busy = false;        // an operation is running
   bool look_again = false;  // see LookAgain
-  std::atomic<int> nccl_running = 0;
   uint64_t operations = 0;
   std::mt19937_64 random;
 
@@ -324,12 +322,6 @@ void WaitForStream(const std::shared_ptr<StreamState>& stream) {
   });
 }
 
-// Before memory is allocated.
-void WaitForNccl() {
-  auto& runtime = Runtime::Get();
-  if (GetSettings().allocations_wait) WaitUntil([&] { return runtime.nccl_running == 0; });
-}
-
 void WaitForDevice(int device) {
   auto& runtime = Runtime::Get();
   std::vector<std::pair<std::shared_ptr<StreamState>, int64_t>> points;
@@ -361,6 +353,12 @@ void SetSettings(const Settings& settings) {
     runtime.settings = settings;
     runtime.random.seed(settings.seed);
   });
+}
+
+int64_t AllocationCount() {
+  auto& runtime = Runtime::Get();
+  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  return runtime.allocations;
 }
 
 int64_t CallCount() {
@@ -501,8 +499,6 @@ void WaitForRunningOperation() {
   const uint64_t running = runtime.operations;
   runtime.changed.wait(lock, [&] { return !runtime.busy || runtime.operations != running; });
 }
-
-void CountNcclRunning(int change) { Runtime::Get().nccl_running += change; }
 
 bool NcclInOrder() { return Runtime::Get().settings.nccl_in_order; }
 
@@ -915,7 +911,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   SIMT_ENTER("cudaMalloc", cudaErrorMemoryAllocation, true);
-  WaitForNccl();
+  Change([] { ++Runtime::Get().allocations; });
   const cudaError_t error = AllocateDevice(pointer, bytes, false);
   if (error == cudaSuccess && *pointer) MakeAccessible(*pointer);
   return error;
@@ -1053,7 +1049,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   SIMT_ENTER("cudaHostAlloc", cudaErrorMemoryAllocation, true);
-  WaitForNccl();
+  Change([] { ++Runtime::Get().allocations; });
   if (!pointer || flags > 7) return SetLastError(cudaErrorInvalidValue);
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;

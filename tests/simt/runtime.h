@@ -72,8 +72,6 @@ cudaError_t DeviceError(int device);
 // Under the lock.
 bool DeviceFailed(int device);
 bool NcclInOrder();
-// So many more NCCL operations have started, or, if negative, ended. With or without the lock.
-void CountNcclRunning(int change);
 void FailDevice(int device, cudaError_t error);
 
 }  // namespace dim0::simt
