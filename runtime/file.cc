@@ -14,6 +14,7 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/check.h"
 
@@ -41,6 +42,11 @@ std::string FolderOf(absl::string_view path) {
   return std::string(path.substr(0, slash));
 }
 
+// With which the names of a file's temporaries begin.
+std::string TemporaryPrefix(absl::string_view name) {
+  return absl::StrCat(".", name.substr(0, 160), ".tmp.");
+}
+
 // A hidden name in target's folder that no other process, and no other writer of this one, uses.
 // The file's own name is in it so that a leftover of a killed run can be recognised, but shortened
 // so that the result fits where the final name fits.
@@ -48,8 +54,8 @@ std::string TemporaryName(const std::string& target) {
   static std::atomic<uint64_t> counter{0};
   const size_t slash = target.rfind('/');
   const size_t base = slash == std::string::npos ? 0 : slash + 1;
-  return absl::StrCat(target.substr(0, base), ".", target.substr(base, 160), ".tmp.", ::getpid(),
-                      ".", counter.fetch_add(1, std::memory_order_relaxed));
+  return absl::StrCat(target.substr(0, base), TemporaryPrefix(target.substr(base)), ::getpid(), ".",
+                      counter.fetch_add(1, std::memory_order_relaxed));
 }
 
 int OpenRetryingOnSignal(const char* path, int flags, mode_t mode) {
@@ -220,6 +226,10 @@ absl::Status AtomicFileWriter::Commit() {
   }
   temporary_.clear();
   return SyncFolder(FolderOf(target_));
+}
+
+bool IsTemporaryOf(absl::string_view name, absl::string_view target) {
+  return absl::StartsWith(name, TemporaryPrefix(target));
 }
 
 absl::Status WriteFileAtomically(absl::string_view path, absl::string_view contents) {

@@ -64,6 +64,10 @@ class AtomicFileWriter {
   std::string buffer_;  // the tail of the file that has not been written yet
 };
 
+// Whether a writer of `target` makes temporaries with names like `name`; both without their folder.
+// Where nobody is writing, such a file is what a killed process has left.
+bool IsTemporaryOf(absl::string_view name, absl::string_view target);
+
 // Makes `contents` the whole content of `path`, by AtomicFileWriter.
 absl::Status WriteFileAtomically(absl::string_view path, absl::string_view contents);
 

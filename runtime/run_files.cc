@@ -46,6 +46,25 @@ absl::Status MakeDir(const std::string& dir, absl::string_view flag) {
   return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another ", flag));
 }
 
+// What writers of the run's files and of traces have left in `dir` when they were killed. The lock
+// keeps others out, so none is at work; what cannot be removed does no harm.
+void RemoveAbandonedTemporaries(const std::string& dir) {
+  std::error_code error;
+  std::vector<fs::path> found;
+  fs::directory_iterator entry(dir, error);
+  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
+    const std::string name = entry->path().filename().string();
+    const bool of_run = std::any_of(std::begin(kRunFiles), std::end(kRunFiles),
+                                    [&](const char* file) { return IsTemporaryOf(name, file); });
+    // ".rank3.json.tmp.123.0"
+    const size_t end = name.find(".tmp.");
+    const bool of_trace = end != std::string::npos && name[0] == '.' &&
+                          RankOfTraceFile(name.substr(1, end - 1)).has_value();
+    if (of_run || of_trace) found.push_back(entry->path());
+  }
+  for (const fs::path& path : found) fs::remove(path, error);
+}
+
 }  // namespace
 
 absl::StatusOr<RunDirLock> RunDirLock::Acquire(const std::string& dir, absl::string_view flag) {
@@ -162,7 +181,10 @@ absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir,
     names.emplace_back(kTraceDir);
   }
   if (!place.empty() && place != "." && place != kTraceDir) add_traces(trace_dir, place);
-  return MoveAside(run_dir, names, kRunDirFlag);
+  DIM0_ASSIGN_OR_RETURN(const std::string previous, MoveAside(run_dir, names, kRunDirFlag));
+  RemoveAbandonedTemporaries(run_dir);
+  if (!trace_dir.empty()) RemoveAbandonedTemporaries(trace_dir);
+  return previous;
 }
 
 absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {

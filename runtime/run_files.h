@@ -53,6 +53,7 @@ absl::Status CheckTraceDir(const std::string& run_dir, const std::string& trace_
 // MoveAside for what an earlier run left in a run folder: its files, the folder "trace", and the
 // traces in the run folder itself and in `trace_dir`, if that is inside. `trace_dir`, which may be
 // "" or not exist, stays in its place; what keeps its traces there is no error.
+// Removes, of such files, the temporaries that a killed run has left.
 absl::StatusOr<std::string> PrepareRunDir(const std::string& run_dir,
                                           const std::string& trace_dir = "");
 

@@ -7,7 +7,12 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "runtime/file.h"
 
 namespace dim0 {
 namespace {
@@ -41,6 +46,28 @@ TEST(PrepareRunDir, MovesAnEarlierRunAsideEachTime) {
   EXPECT_EQ(Contents(dir + "/previous-1/metrics.jsonl"), "run 1");
   EXPECT_EQ(Contents(dir + "/previous-2/metrics.jsonl"), "run 2");
   EXPECT_EQ(Contents(dir + "/metrics.jsonl"), "run 3");
+}
+
+TEST(PrepareRunDir, RemovesWhatWritersOfAKilledRunHaveLeft) {
+  const std::string dir = Fresh("killed_run");
+  fs::create_directories(dir + "/trace");
+  // By the names that the writers give.
+  std::vector<std::string> abandoned;
+  for (const std::string& name : {dir + "/model.safetensors", dir + "/trace/rank12.json"}) {
+    absl::StatusOr<AtomicFileWriter> writer = AtomicFileWriter::Create(name);
+    ASSERT_TRUE(writer.ok()) << writer.status();
+    const fs::path folder = fs::path(name).parent_path();
+    for (const auto& entry : fs::directory_iterator(folder)) {
+      if (entry.is_regular_file()) abandoned.push_back(entry.path().string());
+    }
+  }
+  ASSERT_EQ(abandoned.size(), 2u);
+  for (const std::string& path : abandoned) std::ofstream(path) << "half";
+  const std::string mine = dir + "/.notes.tmp.1";
+  std::ofstream(mine) << "not a run's";
+  ASSERT_TRUE(PrepareRunDir(dir, dir + "/trace").ok());
+  for (const std::string& path : abandoned) EXPECT_FALSE(fs::exists(path)) << path;
+  EXPECT_EQ(Contents(mine), "not a run's");
 }
 
 TEST(PrepareRunDir, MovesATraceFolderTogetherWithItsRun) {
