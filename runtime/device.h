@@ -29,6 +29,7 @@ enum class StreamPriority : uint8_t { kNormal, kHigh };
 struct AvailableMemory {
   int64_t bytes = 0;
   bool of_each_rank = false;  // each rank of this process has so much; otherwise all together
+  int64_t kept = 0;           // bytes that are free, too, but left to the backend's libraries
 };
 
 // When allocated memory takes up room.

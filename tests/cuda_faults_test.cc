@@ -290,7 +290,8 @@ TEST_F(CudaProgram, ARunThatDoesNotFitIsRefusedWithItsTableAndAWayOut) {
   const Setting little("DIM0_SIMT_MEMORY", absl::StrCat(119 << 20));
   std::string out;
   EXPECT_THAT(ErrorOf("tools/train", Arguments(large), 1, &out),
-              AllOf(HasSubstr("GiB on a rank's device"), HasSubstr("GiB are available"),
+              AllOf(HasSubstr("GiB on a rank's device"),
+                    HasSubstr("GiB are available beside the 0.10 GiB left to NCCL and cuBLAS"),
                     HasSubstr("it would fit with "), HasSubstr("--batch=1")));
   EXPECT_THAT(out, AllOf(HasSubstr("predicted memory of the fullest rank:"),
                          HasSubstr("activation"), HasSubstr("in all")));

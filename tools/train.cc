@@ -536,6 +536,7 @@ absl::Status CheckMemory(const Setup& setup) {
     together_bytes = added_bytes;
     together_flags.push_back(flag);
   }
+  constexpr double kGiB = 1 << 30;
   std::string advice;
   if (!fitting.empty()) {
     advice = absl::StrCat("it would fit with ", absl::StrJoin(fitting, " or with "));
@@ -544,9 +545,13 @@ absl::Status CheckMemory(const Setup& setup) {
   } else {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
+  const std::string kept =
+      memory.kept == 0
+          ? ""
+          : absl::StrFormat(" beside the %.2f GiB left to NCCL and cuBLAS", memory.kept / kGiB);
   return absl::ResourceExhaustedError(absl::StrFormat(
-      "the run needs %.2f GiB %s and %.2f GiB are available; %s", needed / 1073741824.0,
-      memory.of_each_rank ? "on a rank's device" : "in all", available / 1073741824.0, advice));
+      "the run needs %.2f GiB %s and %.2f GiB are available%s; %s", needed / kGiB,
+      memory.of_each_rank ? "on a rank's device" : "in all", available / kGiB, kept, advice));
 }
 
 absl::StatusOr<TrainingSummary> Run(const Setup& setup) {

@@ -175,9 +175,10 @@ absl::StatusOr<AvailableMemory> CudaDevice::Available(int /*threads*/) const {
   size_t free = 0, total = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total),
                                 absl::StrCat("asking for the free memory of ", name_)));
-  return AvailableMemory{
-      .bytes = std::max<int64_t>(0, static_cast<int64_t>(free) - OutsidePlan(total)),
-      .of_each_rank = true};
+  const int64_t kept = OutsidePlan(total);
+  return AvailableMemory{.bytes = std::max<int64_t>(0, static_cast<int64_t>(free) - kept),
+                         .of_each_rank = true,
+                         .kept = kept};
 }
 
 absl::StatusOr<MatMul*> CudaDevice::Products() {
