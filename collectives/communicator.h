@@ -123,6 +123,16 @@ class Communicator {
   //   Unavailable          some rank has left
   //   the reason given     after ProcessGroup::Abort
 
+  // Makes what the calls to come would otherwise make when each kind of them is first called:
+  // connections, and the backend's own memory for them. On every rank, in the order in which the
+  // channels are then first used, before anything waits for another rank; blocks until all have
+  // come, but not for what is enqueued. Moves nothing, counts as no call, and does nothing where
+  // ranks need no connection.
+  absl::Status Connect(const CallInfo& call) {
+    if (failure_.ok()) failure_ = DoConnect(call);
+    return failure_;
+  }
+
   // Several tensors gather as one operation, each part to its own buffer.
   absl::Status AllGather(const CallInfo& call, DType dtype, absl::Span<const AllGatherPart> parts);
 
@@ -192,6 +202,7 @@ class Communicator {
 
   // The backend calls. Arguments are valid on this rank; the ranks have not been compared yet.
 
+  virtual absl::Status DoConnect(const CallInfo& /*call*/) { return absl::OkStatus(); }
   virtual absl::Status DoAllGather(const CallInfo& call, const Fingerprint& fingerprint,
                                    DType dtype, absl::Span<const AllGatherPart> parts) = 0;
   virtual absl::Status DoReduceScatter(const CallInfo& call, const Fingerprint& fingerprint,

@@ -226,7 +226,8 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
     d_narrow_ = allocate(n * c);
     d_wide_ = allocate(n * 4 * c);
   }
-  return status;
+  if (!status.ok() || allocator.plan_only()) return status;
+  return kernels_->Prepare();
 }
 
 Tensor Gpt2::View(const Buffer& buffer, int64_t cols) const {

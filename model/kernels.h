@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/status/status.h"
 #include "runtime/device.h"
 #include "runtime/stream.h"
 #include "runtime/tensor.h"
@@ -48,6 +49,11 @@ class Kernels {
   // What a model computes in here whose parameters are gathered as `gathered` and whose gradients
   // are reduced as `reduced`. No other types are given to the methods below.
   virtual ModelTypes TypesFor(DType gathered, DType reduced) const = 0;
+
+  // Makes what the first ops would otherwise make: a backend's handles and their memory. For before
+  // other ranks of the process can be waiting for this one, since what allocates device memory then
+  // may wait for them. Errors: the backend's.
+  virtual absl::Status Prepare() { return absl::OkStatus(); }
 
   // Bytes of device memory that the ops need beside their arguments, for up to `tokens` tokens of a
   // model of that width, whose biases have up to 4 x `width` elements; 0 if none.

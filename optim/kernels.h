@@ -17,6 +17,7 @@
 #include <memory>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "runtime/device.h"
 #include "runtime/stream.h"
 #include "runtime/tensor.h"
@@ -102,6 +103,11 @@ class OptimizerKernels {
 
   // What follows is what Newton-Schulz is made of. Each tensor is `batch` matrices of one shape,
   // one below the other, for each of which the formula holds.
+
+  // Makes what its first ops would otherwise make: a backend's handles and their memory. For before
+  // other ranks of the process can be waiting for this one, since what allocates device memory then
+  // may wait for them. Errors: the backend's.
+  virtual absl::Status Prepare() { return absl::OkStatus(); }
 
   // The type that it runs in here: of the operands of the matrix products, all of them alike, which
   // sum in float32. It may be float16, too, which then is one of "any type" below.

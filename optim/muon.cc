@@ -98,11 +98,24 @@ absl::Status Muon::Plan(const ParameterTable& table, absl::Span<const int> ids,
   MakeGroups(table, position);
   DIM0_RETURN_IF_ERROR(Allocate(resources));
   if (resources.allocator->plan_only()) return absl::OkStatus();
+  DIM0_RETURN_IF_ERROR(kernels_->Prepare());
   DIM0_ASSIGN_OR_RETURN(gather_channel_, group_.Open("muon_gather"));
   DIM0_ASSIGN_OR_RETURN(scatter_channel_, group_.Open("muon_scatter"));
   gather_ = device_.NewStream("muon_gather", StreamPriority::kHigh);
   newton_schulz_ = device_.NewStream("newton_schulz");
   scatter_ = device_.NewStream("muon_scatter", StreamPriority::kHigh);
+  return absl::OkStatus();
+}
+
+absl::Status Muon::Start() {
+  for (const auto& [channel, stream] : {std::pair(gather_channel_.get(), gather_.get()),
+                                        {scatter_channel_.get(), scatter_.get()}}) {
+    stream->Enqueue({.name = "connect", .kind = OpKind::kCollective},
+                    [channel = channel](const OpContext& context) {
+                      return channel->Connect({.native_stream = context.native_stream});
+                    });
+    DIM0_RETURN_IF_ERROR(stream->Synchronize());
+  }
   return absl::OkStatus();
 }
 

@@ -70,6 +70,7 @@ class Muon : public Optimizer {
 
   absl::Status Plan(const ParameterTable& table, absl::Span<const int> ids,
                     const OptimizerResources& resources) override;
+  absl::Status Start() override;
   absl::Status Update(const Unit& unit, const StepParams& params, const Event& ready) override;
   Event Updated(const Unit& unit) override { return updated_[unit.index]; }
   std::vector<StateTensor> State() override;

@@ -36,6 +36,11 @@ class SplitOptimizer : public Optimizer {
     return rest_->Plan(table, rest_ids, resources);
   }
 
+  absl::Status Start() override {
+    DIM0_RETURN_IF_ERROR(matrices_->Start());
+    return rest_->Start();
+  }
+
   absl::Status Update(const Unit& unit, const StepParams& params, const Event& ready) override {
     DIM0_RETURN_IF_ERROR(matrices_->Update(unit, params, ready));
     return rest_->Update(unit, params, ready);

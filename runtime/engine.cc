@@ -317,6 +317,19 @@ absl::Status Engine::OpenChannels() {
   return absl::OkStatus();
 }
 
+absl::Status Engine::Connect() {
+  for (const auto& [channel, stream] : {std::pair(parameter_channel_.get(), all_gather_.get()),
+                                        {gradient_channel_.get(), reduce_scatter_.get()},
+                                        {control_channel_.get(), reduce_scatter_.get()}}) {
+    stream->Enqueue({.name = "connect", .kind = OpKind::kCollective},
+                    [channel = channel](const OpContext& context) {
+                      return channel->Connect({.native_stream = context.native_stream});
+                    });
+    DIM0_RETURN_IF_ERROR(stream->Synchronize());
+  }
+  return optimizer_ != nullptr ? optimizer_->Start() : absl::OkStatus();
+}
+
 absl::Status Engine::Start(uint64_t seed) {
   uint64_t plan = table_.Hash();
   if (optimizer_ != nullptr) plan ^= optimizer_->PlanHash();
@@ -336,6 +349,8 @@ absl::Status Engine::Start(uint64_t seed) {
                      " disagree with rank 0 on parameters or optimizer; start all ranks with the "
                      "same flags")));
   }
+
+  if (absl::Status status = Connect(); !status.ok()) return Fail(std::move(status));
 
   if (options_.clip == 0) {  // a scale of 1, from no statistics, for the whole run
     device_.ClipScale(*compute_, nullptr, 0, 0, 0, 0, gradient_scale_.f32());

@@ -104,7 +104,8 @@ class Engine {
   // This rank's shards; read them only after Synchronize.
   const Unit& unit(int index) const { return units_[index].unit; }
 
-  // Compares the plan of all ranks and fails, naming the ranks that differ. Then fills the shards:
+  // Compares the plan of all ranks and fails, naming the ranks that differ. Then connects the
+  // channels and fills the shards:
   // element i of parameter p is a function of (seed, p, i) alone.
   absl::Status Start(uint64_t seed);
 
@@ -215,6 +216,9 @@ class Engine {
   // Cuts the unit into so many pieces, each with a part of every rank's rows.
   void Cut(UnitState& state, int64_t pieces);
   absl::Status OpenChannels();
+  // While nothing is under way: in one process a rank that connects, or allocates, may wait for
+  // what the others' GPUs do, and these for this rank.
+  absl::Status Connect();
   // Whole units, gathered and as gradients: elements of the model's types.
   Views GatheredViews(const UnitState& state, const Slot& slot) const {
     return ViewsOf(state, slot, model_.parameter_dtype());

@@ -64,6 +64,11 @@ class Optimizer {
   virtual absl::Status Plan(const ParameterTable& table, absl::Span<const int> ids,
                             const OptimizerResources& resources) = 0;
 
+  // Once, after Plan and before the first Update, on every rank, when all of them have planned the
+  // same: for an optimizer that communicates, to connect what it has opened. Blocks. Errors: the
+  // communicators'.
+  virtual absl::Status Start() { return absl::OkStatus(); }
+
   // The unit's gradient shards and the gradient scale are final once `ready` has passed. Enqueues
   // the update and returns. The shards' memory lives as long as the engine.
   virtual absl::Status Update(const Unit& unit, const StepParams& params, const Event& ready) = 0;

@@ -2,15 +2,15 @@
 // goes wrong later has no caller to return to, so it fails the group: the streams are freed, later
 // calls and Health() return the error.
 //
-// Channels. Each has an ncclComm of its own, which its first call makes: the ranks' hosts meet over
-// a host channel of the same name, on which rank 0 hands out NCCL's unique id. NCCL's kernels hold
-// a GPU's multiprocessors until their peers have come. Two communicators whose kernels start in one
-// order on one GPU and in the other order on another may therefore wait for each other forever. It
-// cannot happen here because all ranks enqueue the calls of all channels in one order (one host
-// thread enqueues for a rank, and what it enqueues follows from what the ranks agreed on), and
-// NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL keep the kernels of one GPU in the order in which the host
-// enqueued them, from CUDA 12.3 on without giving up that they overlap. Ranks that make only one
-// channel's calls at a time may order channels as they like.
+// Channels. Each has an ncclComm of its own, which Connect or the first call makes: the ranks'
+// hosts meet over a host channel of the same name, on which rank 0 hands out NCCL's unique id.
+// NCCL's kernels hold a GPU's multiprocessors until their peers have come. Two communicators whose
+// kernels start in one order on one GPU and in the other order on another may therefore wait for
+// each other forever. It cannot happen here because all ranks enqueue the calls of all channels in
+// one order (one host thread enqueues for a rank, and what it enqueues follows from what the ranks
+// agreed on), and NCCL_LAUNCH_ORDER_IMPLICIT makes NCCL keep the kernels of one GPU in the order in
+// which the host enqueued them, from CUDA 12.3 on without giving up that they overlap. Ranks that
+// make only one channel's calls at a time may order channels as they like.
 //
 // Hangs. Communicators are non-blocking: NCCL's calls return at once and are polled, since the
 // first call of a kind still connects to the peers. Each call lies between two events. A watchdog
@@ -718,6 +718,25 @@ class NcclCommunicator final : public Communicator {
     });
   }
 
+  // NCCL makes a connection between two ranks when one first sends to the other, so each sends to
+  // each. For all other calls connections are made with the communicator: see CreateNcclRanks.
+  absl::Status DoConnect(const CallInfo& call) override {
+    call_ = {"connect", 0, name()};
+    const auto greet = [&](cudaStream_t stream) {
+      return Group([&] {
+        for (int r = 0; r < world_size(); ++r) {
+          if (r == rank()) continue;
+          int32_t* const zero = end_->keys + kKeys;
+          RETURN_IF_ERROR(Check(ncclSend(zero, 1, ncclInt32, r, end_->comm, stream)));
+          RETURN_IF_ERROR(
+              Check(ncclRecv(end_->keys + r % kKeys, 1, ncclInt32, r, end_->comm, stream)));
+        }
+        return absl::OkStatus();
+      });
+    };
+    return Failing(Enqueue(static_cast<cudaStream_t>(call.native_stream), greet));
+  }
+
   // The ranks' segments to one another, as one kernel.
   absl::Status Exchange(DType dtype, absl::Span<const ConstSegment> send,
                         absl::Span<const Segment> recv, cudaStream_t stream) {
@@ -752,7 +771,11 @@ class NcclCommunicator final : public Communicator {
     const CallName name{fingerprint.text, fingerprint.sequence, this->name()};
     RETURN_IF_ERROR(world_->Post(rank(), name, lengths));
     call_ = name;
-    const absl::Status status = Enqueue(static_cast<cudaStream_t>(call.native_stream), body);
+    return Failing(Enqueue(static_cast<cudaStream_t>(call.native_stream), body));
+  }
+
+  // An error fails the group, and what has failed that is the error.
+  absl::Status Failing(const absl::Status& status) {
     if (status.ok()) return status;
     world_->Fail(status);
     return world_->Health();
@@ -789,14 +812,17 @@ class NcclCommunicator final : public Communicator {
     static_assert(sizeof(mine.gpu) == sizeof(properties.uuid));
     std::memcpy(mine.gpu.data(), &properties.uuid, sizeof(properties.uuid));
 
+    // Of a call that has been posted the board knows who is missing.
+    const auto meet = [&](absl::Status met) {
+      return absl::IsDeadlineExceeded(met) && call_.sequence > 0 ? world_->Late(rank(), call_)
+                                                                 : met;
+    };
     std::vector<Greeting> all(world_size());
     const std::vector<int64_t> counts(world_size(), sizeof(Greeting));
     const AllGatherPart part{&mine, all.data(), counts};
     CallInfo meeting;
     meeting.unit = "connect";
-    if (absl::Status met = host_->AllGather(meeting, DType::kByte, {&part, 1}); !met.ok()) {
-      return absl::IsDeadlineExceeded(met) ? world_->Late(rank(), call_) : met;
-    }
+    RETURN_IF_ERROR(meet(host_->AllGather(meeting, DType::kByte, {&part, 1})));
     for (int r = 0; r < world_size(); ++r) {
       for (int s = 0; s < r; ++s) {
         if (all[r].gpu != all[s].gpu) continue;
@@ -825,11 +851,9 @@ class NcclCommunicator final : public Communicator {
     RETURN_IF_ERROR(
         CudaStatus(cudaEventCreateWithFlags(&end_->keys_free, cudaEventDisableTiming), memory));
     RETURN_IF_ERROR(CudaStatus(cudaEventRecord(end_->keys_free, stream), memory));
-    // A rank that has gone ahead must not keep its GPU busy waiting for one that still allocates: in
-    // one process the driver may have the one wait for the other.
-    if (absl::Status met = host_->Barrier(meeting); !met.ok()) {
-      return absl::IsDeadlineExceeded(met) ? world_->Late(rank(), call_) : met;
-    }
+    // A rank that has gone ahead must not keep its GPU busy waiting for one that still allocates:
+    // in one process the driver may have the one wait for the other.
+    RETURN_IF_ERROR(meet(host_->Barrier(meeting)));
     connected_ = true;
     return absl::OkStatus();
   }
@@ -977,8 +1001,10 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateNcclRanks(
   }
   RETURN_IF_ERROR(CheckDevices(hosts, devices));
   RETURN_IF_ERROR(CheckLibrary());
-  // Read by NCCL when it is first used. A user's own setting stays.
+  // Read by NCCL when it is first used. A user's own settings stay. The second makes it connect all
+  // that collectives may use when a communicator is made and not when each is first called.
   (void)setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
+  (void)setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
 
   const int size = hosts[0]->world_size();
   auto world = std::make_shared<World>(size, options.timeout);

@@ -55,6 +55,13 @@ class CudaKernels : public Kernels {
             .gradients = gathered == DType::kFloat32 ? DType::kFloat32 : reduced};
   }
 
+  absl::Status Prepare() override {
+    if (matmul_ == nullptr) {
+      DIM0_ASSIGN_OR_RETURN(matmul_, MatMul::Create());
+    }
+    return absl::OkStatus();
+  }
+
   int64_t WorkspaceBytes(int64_t tokens, int64_t width, int64_t heads) const override {
     const int64_t floats = std::max(WorkspaceFloats(tokens, width), tokens * heads);
     return floats * static_cast<int64_t>(sizeof(float));
@@ -399,10 +406,7 @@ class CudaKernels : public Kernels {
   }
 
   absl::Status Enqueue(const Product& product, const OpContext& context) {
-    // Not before there is a product to run: it takes device memory.
-    if (matmul_ == nullptr) {
-      DIM0_ASSIGN_OR_RETURN(matmul_, MatMul::Create());
-    }
+    DIM0_RETURN_IF_ERROR(Prepare());
     return matmul_->Enqueue(product, NativeStream(context));
   }
 

@@ -191,6 +191,16 @@ class CudaOptimizerKernels : public OptimizerKernels {
 
   // At the rate of bfloat16, and eight times as accurate; what Newton-Schulz makes is far from the
   // ends of its range. In bfloat16, the Gram algorithm loses the small singular values altogether.
+  absl::Status Prepare() override {
+    if (products_ == nullptr) {
+      DIM0_ASSIGN_OR_RETURN(products_, cuda::MatMul::Create());
+    }
+    if (sums_ == nullptr) {
+      DIM0_ASSIGN_OR_RETURN(sums_, device_.Allocate(kSumWorkspaceBytes));
+    }
+    return absl::OkStatus();
+  }
+
   DType matrix_dtype() const override { return DType::kFloat16; }
 
   // Ten matrices of 1280 x 1280, whose tiles are several times as many as a large GPU takes at
@@ -205,10 +215,10 @@ class CudaOptimizerKernels : public OptimizerKernels {
                     .flops = 3.0 * x.size(),
                     .bytes = static_cast<double>(2 * x.bytes() + out.bytes())},
                    [=, this](const OpContext& context) -> absl::Status {
-                     DIM0_ASSIGN_OR_RETURN(void* const sums, Sums());
+                     DIM0_RETURN_IF_ERROR(Prepare());
                      return ToStatus(
                          LaunchNormalize(TypeOf(x), x.data, x.size() / batch, batch, length,
-                                         TypeOf(out), out.data, sums, StreamOf(context)),
+                                         TypeOf(out), out.data, sums_, StreamOf(context)),
                          "normalize");
                    });
   }
@@ -331,24 +341,14 @@ class CudaOptimizerKernels : public OptimizerKernels {
                     .flops = 2.0 * batch * product.m * product.n * product.k,
                     .bytes = static_cast<double>(a.bytes() + b.bytes() + c.bytes())},
                    [this, product](const OpContext& context) -> absl::Status {
-                     if (products_ == nullptr) {
-                       DIM0_ASSIGN_OR_RETURN(products_, cuda::MatMul::Create());
-                     }
+                     DIM0_RETURN_IF_ERROR(Prepare());
                      return products_->Enqueue(product, StreamOf(context));
                    });
   }
 
-  // The workspace of Normalize.
-  absl::StatusOr<void*> Sums() {
-    if (sums_ == nullptr) {
-      DIM0_ASSIGN_OR_RETURN(sums_, device_.Allocate(kSumWorkspaceBytes));
-    }
-    return sums_;
-  }
-
   Device& device_;
   std::unique_ptr<cuda::MatMul> products_;
-  void* sums_ = nullptr;
+  void* sums_ = nullptr;  // the workspace of Normalize
 };
 
 }  // namespace

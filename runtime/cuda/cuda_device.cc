@@ -127,7 +127,7 @@ absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Create(int ordinal) {
   DIM0_RETURN_IF_ERROR(CheckGpu(ordinal, &device->name_));
   device->context_->ordinal = ordinal;
   DIM0_ASSIGN_OR_RETURN(device->context_->events, EventPool::Create());
-  device->staging_ = std::make_unique<Staging>(device->context_->events);
+  DIM0_ASSIGN_OR_RETURN(device->staging_, Staging::Create(device->context_->events));
   return device;
 }
 

@@ -1,7 +1,6 @@
 #include "runtime/cuda/staging.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -11,7 +10,8 @@
 namespace dim0::cuda {
 namespace {
 
-constexpr int64_t kSmallestBlock = int64_t{4} << 10;
+// That of the widest element, and a cache line.
+constexpr int64_t kAlignment = 64;
 
 // For cudaLaunchHostFunc, which calls it when the copy to pinned memory has passed.
 struct HostCopy {
@@ -27,42 +27,50 @@ void RunHostCopy(void* argument) {
 
 }  // namespace
 
-Staging::~Staging() {
-  for (auto& [size, blocks] : blocks_) {
-    for (Block& block : blocks) cudaFreeHost(block.data);
-  }
+absl::StatusOr<std::unique_ptr<Staging>> Staging::Create(std::shared_ptr<EventPool> events) {
+  std::unique_ptr<Staging> staging(new Staging(std::move(events)));
+  void* memory = nullptr;
+  DIM0_RETURN_IF_ERROR(
+      ToStatus(cudaHostAlloc(&memory, kRingBytes, cudaHostAllocDefault), "pinned host memory"));
+  staging->memory_ = static_cast<char*>(memory);
+  return staging;
 }
 
-absl::StatusOr<Staging::Block*> Staging::Take(int64_t bytes) {
-  const auto size =
-      static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kSmallestBlock))));
-  std::deque<Block>& blocks = blocks_[size];
-  const bool reusable =
-      !blocks.empty() && (blocks.front().free == nullptr || blocks.front().free->passed());
-  if (!reusable && (blocks.empty() || allocated_ + size <= kLimit)) {
-    Block made;
-    DIM0_RETURN_IF_ERROR(
-        ToStatus(cudaHostAlloc(&made.data, size, cudaHostAllocDefault), "pinned host memory"));
-    allocated_ += size;
-    blocks.push_front(std::move(made));
-  } else if (!reusable) {
-    DIM0_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(blocks.front().free->event()),
+Staging::~Staging() {
+  if (memory_ != nullptr) cudaFreeHost(memory_);
+}
+
+absl::StatusOr<Staging::Block> Staging::Take(int64_t bytes) {
+  Block block;
+  block.begin = (next_ + kAlignment - 1) / kAlignment * kAlignment;
+  const int64_t to_end = kRingBytes - block.begin % kRingBytes;
+  if (bytes > to_end) block.begin += to_end;
+  block.end = block.begin + bytes;
+  while (!blocks_.empty() && blocks_.front().begin < block.end - kRingBytes) {
+    DIM0_RETURN_IF_ERROR(ToStatus(cudaEventSynchronize(blocks_.front().free->event()),
                                   "waiting for a copy between host and GPU"));
+    blocks_.pop_front();
   }
-  std::rotate(blocks.begin(), blocks.begin() + 1, blocks.end());
-  return &blocks.back();
+  next_ = block.end;
+  return block;
+}
+
+absl::Status Staging::Release(Block block, cudaStream_t stream) {
+  DIM0_ASSIGN_OR_RETURN(block.free, events_->Record(stream));
+  blocks_.push_back(std::move(block));
+  return absl::OkStatus();
 }
 
 absl::Status Staging::ToDevice(void* target, const void* source, int64_t bytes,
                                cudaStream_t stream) {
   for (int64_t done = 0; done < bytes; done += kLargestBlock) {
     const int64_t count = std::min(kLargestBlock, bytes - done);
-    DIM0_ASSIGN_OR_RETURN(Block* const block, Take(count));
-    std::memcpy(block->data, static_cast<const char*>(source) + done, count);
-    DIM0_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(static_cast<char*>(target) + done, block->data,
+    DIM0_ASSIGN_OR_RETURN(const Block block, Take(count));
+    std::memcpy(At(block), static_cast<const char*>(source) + done, count);
+    DIM0_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(static_cast<char*>(target) + done, At(block),
                                                   count, cudaMemcpyHostToDevice, stream),
                                   "copying to the GPU"));
-    DIM0_ASSIGN_OR_RETURN(block->free, events_->Record(stream));
+    DIM0_RETURN_IF_ERROR(Release(block, stream));
   }
   return absl::OkStatus();
 }
@@ -70,17 +78,17 @@ absl::Status Staging::ToDevice(void* target, const void* source, int64_t bytes,
 absl::Status Staging::ToHost(void* target, const void* source, int64_t bytes, cudaStream_t stream) {
   for (int64_t done = 0; done < bytes; done += kLargestBlock) {
     const int64_t count = std::min(kLargestBlock, bytes - done);
-    DIM0_ASSIGN_OR_RETURN(Block* const block, Take(count));
+    DIM0_ASSIGN_OR_RETURN(const Block block, Take(count));
     DIM0_RETURN_IF_ERROR(
-        ToStatus(cudaMemcpyAsync(block->data, static_cast<const char*>(source) + done, count,
+        ToStatus(cudaMemcpyAsync(At(block), static_cast<const char*>(source) + done, count,
                                  cudaMemcpyDeviceToHost, stream),
                  "copying from the GPU"));
     auto copy =
-        std::make_unique<HostCopy>(HostCopy{static_cast<char*>(target) + done, block->data, count});
+        std::make_unique<HostCopy>(HostCopy{static_cast<char*>(target) + done, At(block), count});
     DIM0_RETURN_IF_ERROR(
         ToStatus(cudaLaunchHostFunc(stream, RunHostCopy, copy.get()), "copying from the GPU"));
     (void)copy.release();  // RunHostCopy's now
-    DIM0_ASSIGN_OR_RETURN(block->free, events_->Record(stream));
+    DIM0_RETURN_IF_ERROR(Release(block, stream));
   }
   return absl::OkStatus();
 }

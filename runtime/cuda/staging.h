@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <map>
 #include <memory>
 
 #include "absl/status/status.h"
@@ -16,37 +15,46 @@
 
 namespace dim0::cuda {
 
-// Calls come from one host thread at a time; the device is current.
+// A ring: all of its memory is there from the beginning, since pinning some while kernels of other
+// ranks of the process wait for this one may wait for them. Calls come from one host thread at a
+// time; the device is current.
 class Staging {
  public:
-  explicit Staging(std::shared_ptr<EventPool> events) : events_(std::move(events)) {}
+  // Error: what CUDA said.
+  static absl::StatusOr<std::unique_ptr<Staging>> Create(std::shared_ptr<EventPool> events);
   // Copies must have passed.
   ~Staging();
   Staging(const Staging&) = delete;
   Staging& operator=(const Staging&) = delete;
 
   // Enqueue copies of any length. `source` may be changed as soon as ToDevice has returned;
-  // `target` of ToHost is filled once the stream has passed. Where more than kLimit bytes are under
-  // way, they wait for the first of them. Errors: what CUDA said.
+  // `target` of ToHost is filled once the stream has passed. Where the ring is full, they wait for
+  // the oldest copy in it. Errors: what CUDA said.
   absl::Status ToDevice(void* target, const void* source, int64_t bytes, cudaStream_t stream);
   absl::Status ToHost(void* target, const void* source, int64_t bytes, cudaStream_t stream);
 
  private:
+  static constexpr int64_t kRingBytes = int64_t{32} << 20;
   static constexpr int64_t kLargestBlock = int64_t{4} << 20;
-  static constexpr int64_t kLimit = int64_t{64} << 20;
 
-  // Pinned memory and the point from which it may be used again.
+  // Positions grow for ever; in memory they are taken modulo kRingBytes. No block crosses the end.
   struct Block {
-    void* data = nullptr;
-    std::shared_ptr<TimedEvent> free;
+    int64_t begin = 0, end = 0;
+    std::shared_ptr<TimedEvent> free;  // from when on it may be used again
   };
 
-  // A block of at least `bytes`, at most kLargestBlock, that is free.
-  absl::StatusOr<Block*> Take(int64_t bytes);
+  explicit Staging(std::shared_ptr<EventPool> events) : events_(std::move(events)) {}
+
+  // A free block of at most kLargestBlock bytes, which is in use until its `free` has passed.
+  absl::StatusOr<Block> Take(int64_t bytes);
+  char* At(const Block& block) const { return memory_ + block.begin % kRingBytes; }
+  // The block is free behind what `stream` holds by now.
+  absl::Status Release(Block block, cudaStream_t stream);
 
   const std::shared_ptr<EventPool> events_;
-  std::map<int64_t, std::deque<Block>> blocks_;  // by size, each the longest in use first
-  int64_t allocated_ = 0;
+  char* memory_ = nullptr;
+  int64_t next_ = 0;          // where the next block may begin
+  std::deque<Block> blocks_;  // in use, the oldest first
 };
 
 }  // namespace dim0::cuda

@@ -37,6 +37,8 @@ void SetSettings(const Settings& settings);
 
 // Calls of the CUDA runtime, cuBLASLt and NCCL so far.
 int64_t CallCount();
+// Of these, allocations of device and of pinned memory.
+int64_t AllocationCount();
 
 // The n-th call from now, 1 the next one, fails as its kind of call can: allocations with out of
 // memory, those that wait or enqueue with a launch failure that stays with the device, and so on.

@@ -106,6 +106,7 @@ class Runtime {
   uintptr_t next_handle = 0;
   std::map<std::pair<int, const void*>, int> dynamic_shared_limit;  // by device and kernel
   int64_t calls = 0;
+  int64_t allocations = 0;
   int64_t fail_at = 0;  // call number; 0: none
   std::string failed_call;
   int host_threads_waiting = 0;
@@ -352,6 +353,12 @@ void SetSettings(const Settings& settings) {
     runtime.settings = settings;
     runtime.random.seed(settings.seed);
   });
+}
+
+int64_t AllocationCount() {
+  auto& runtime = Runtime::Get();
+  const std::lock_guard<std::mutex> lock(runtime.mutex);
+  return runtime.allocations;
 }
 
 int64_t CallCount() {
@@ -904,6 +911,7 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 cudaError_t cudaMalloc(void** pointer, size_t bytes) {
   SIMT_ENTER("cudaMalloc", cudaErrorMemoryAllocation, true);
+  Change([] { ++Runtime::Get().allocations; });
   const cudaError_t error = AllocateDevice(pointer, bytes, false);
   if (error == cudaSuccess && *pointer) MakeAccessible(*pointer);
   return error;
@@ -1041,6 +1049,7 @@ cudaError_t cudaMallocHost(void** pointer, size_t bytes) {
 
 cudaError_t cudaHostAlloc(void** pointer, size_t bytes, unsigned flags) {
   SIMT_ENTER("cudaHostAlloc", cudaErrorMemoryAllocation, true);
+  Change([] { ++Runtime::Get().allocations; });
   if (!pointer || flags > 7) return SetLastError(cudaErrorInvalidValue);
   *pointer = nullptr;
   if (bytes == 0) return cudaSuccess;
