@@ -228,7 +228,7 @@ absl::Status Run() {
   const Tensor weight = parameter(4 * width, width), dweight = gradient(4 * width, width);
   const Tensor wte = parameter(vocab, width), dwte = gradient(std::max(vocab, tokens), width);
   const Tensor wpe = parameter(seq_len, width), dwpe = gradient(seq_len, width);
-  const Tensor logits = activation(tokens, vocab);
+  const Tensor logits = activation(tokens, LogitColumns(vocab));
   std::vector<int32_t> token_ids(tokens);
   for (int64_t n = 0; n < tokens; ++n) token_ids[n] = (n * 7919) % vocab;
   const int32_t* const ids = make_ids(token_ids);
@@ -309,7 +309,7 @@ absl::Status Run() {
   bench.Report("attention backward", layers, true,
                [&] { kernels->AttentionBackward(stream, shape, x, qkv, y, logsumexp, dqkv); });
   bench.Report("cross-entropy forward, backward", 1, false, [&] {
-    kernels->CrossEntropyForwardBackward(stream, logits, ids, 1.0f / tokens, loss);
+    kernels->CrossEntropyForwardBackward(stream, logits, vocab, ids, 1.0f / tokens, loss);
   });
 
   // Parameters: embeddings, and per block four matrices of 12 C^2 in all, biases and norms.

@@ -216,7 +216,7 @@ absl::Status Gpt2::Allocate(Allocator& allocator, int64_t sequences, int64_t seq
   final_norm_ = allocate(n * c);
   final_mean_ = allocate_floats(n);
   final_rstd_ = allocate_floats(n);
-  logits_ = allocate(n * config_.vocab);
+  logits_ = allocate(n * LogitColumns(config_.vocab));
   branch_ = allocate(n * c);
   const int64_t workspace_bytes = kernels_->WorkspaceBytes(n, c, config_.heads);
   if (workspace_bytes > 0) workspace_ = allocate_as(DType::kByte, workspace_bytes);
@@ -276,16 +276,16 @@ void Gpt2::Forward(int stage, absl::Span<const Tensor> parameters, bool training
     return;
   }
   const Tensor norm = View(final_norm_, c);
-  const Tensor logits = View(logits_, config_.vocab);
   const auto* targets = static_cast<const int32_t*>(targets_.data());
   kernels_->LayerNormForward(stream, View(residual(config_.layers), c), parameters[kFinalGain],
                              parameters[kFinalBias], norm, PerToken(final_mean_),
                              PerToken(final_rstd_));
-  kernels_->LinearForward(stream, norm, parameters[kWte], Tensor(), logits);
+  kernels_->LinearForward(stream, norm, parameters[kWte], Tensor(), logits());
   if (training) {
-    kernels_->CrossEntropyForwardBackward(stream, logits, targets, gradient_scale_, loss_sum);
+    kernels_->CrossEntropyForwardBackward(stream, logits(), config_.vocab, targets, gradient_scale_,
+                                          loss_sum);
   } else {
-    kernels_->CrossEntropyForward(stream, logits, targets, loss_sum);
+    kernels_->CrossEntropyForward(stream, logits(), config_.vocab, targets, loss_sum);
   }
 }
 
@@ -330,8 +330,8 @@ void Gpt2::Backward(int stage, absl::Span<const Tensor> parameters,
     BlockBackward(stage - 1, parameters, gradients, write, stream);
     return;
   }
-  kernels_->LinearBackward(stream, View(logits_, config_.vocab), View(final_norm_, c),
-                           parameters[kWte], View(d_narrow_, c), gradients[kWte], Tensor(), write);
+  kernels_->LinearBackward(stream, logits(), View(final_norm_, c), parameters[kWte],
+                           View(d_narrow_, c), gradients[kWte], Tensor(), write);
   if (!accumulate) {  // positions have no gradient here
     device_.Zero(stream, gradients[kWpe].data, gradients[kWpe].bytes());
   }

@@ -73,8 +73,9 @@ class Gpt2 : public Model {
                 bool accumulate, Stream& stream) override;
   double FlopsPerToken(int64_t seq_len) const override;
 
-  // [N, V], activations, of the last forward without training; for tests.
-  Tensor logits() const { return View(logits_, config_.vocab); }
+  // [N, LogitColumns(V)], activations: in each row's first V columns the logits of the last forward
+  // without training, or their gradient after one with.
+  Tensor logits() const { return View(logits_, LogitColumns(config_.vocab)); }
 
  private:
   // What a block's forward leaves for its backward. Buffers hold [max N, ...], mean, rstd and
@@ -120,7 +121,7 @@ class Gpt2 : public Model {
   std::vector<Buffer> residual_;          // [N, C]: the input of each block, then of the head
   std::vector<BlockActivations> blocks_;  // one per layer, or one for all
   Buffer final_norm_, final_mean_, final_rstd_;
-  Buffer logits_;                          // [N, V]; their own gradient after a training forward
+  Buffer logits_;                          // see logits()
   Buffer branch_;                          // [N, C]: output of a block's branch
   Buffer workspace_;                       // the kernels'
   Buffer d_residual_, d_narrow_, d_wide_;  // [N, C], [N, C], [N, 4C]

@@ -83,7 +83,7 @@ absl::Status Gpt2Decoder::Allocate() {
   qkv_ = activations(1, 3 * c);
   up_ = gelu_ = activations(1, 4 * c);
   mean_ = rstd_ = F32(nullptr, 1);
-  logits_ = activations(1, config_.vocab);
+  logits_ = activations(1, LogitColumns(config_.vocab));
   DIM0_ASSIGN_OR_RETURN(scratch_, AllocateTensors(allocator_, MemoryPurpose::kActivations,
                                                   {&residual_, &norm_, &attention_, &branch_, &qkv_,
                                                    &up_, &gelu_, &mean_, &rstd_, &logits_}));
@@ -173,7 +173,8 @@ absl::Status Gpt2Decoder::Feed(int32_t token) {
   }
   kernels_->LayerNormForward(*stream_, residual_, root[2], root[3], norm_, mean_, rstd_);
   kernels_->LinearForward(*stream_, norm_, root[0], Tensor(), logits_);
-  DIM0_RETURN_IF_ERROR(CopyFloatsToHost(device_, *stream_, logits_, absl::MakeSpan(host_logits_)));
+  const Tensor logits = {logits_.data, logits_.dtype, 1, config_.vocab};
+  DIM0_RETURN_IF_ERROR(CopyFloatsToHost(device_, *stream_, logits, absl::MakeSpan(host_logits_)));
   if (!std::all_of(host_logits_.begin(), host_logits_.end(),
                    [](float logit) { return std::isfinite(logit); })) {
     return absl::DataLossError(

@@ -37,6 +37,11 @@ struct AttentionShape {
   int64_t heads;    // H
 };
 
+// The length of a row of logits in memory: the V of them, and unused columns that fill whole pieces
+// of 128 bytes in either type, because matrix products and 16-byte accesses want every row aligned
+// and a vocabulary may be odd. Nobody reads or writes what is in the unused columns.
+inline int64_t LogitColumns(int64_t vocabulary) { return (vocabulary + 63) / 64 * 64; }
+
 class Kernels {
  public:
   virtual ~Kernels() = default;
@@ -85,7 +90,8 @@ class Kernels {
                                  const Tensor& dx, Write write_dx, const Tensor& dgain,
                                  const Tensor& dbias, Write write_parameters) = 0;
 
-  // y [N, out] = x [N, in] weight^T + bias; weight [out, in], bias [out] or empty (rows == 0).
+  // y [N, out] = x [N, in] weight^T + bias; weight [out, in], bias [out] or empty (rows == 0). y
+  // may have more columns than `out`, which keep what they hold.
   virtual void LinearForward(Stream& stream, const Tensor& x, const Tensor& weight,
                              const Tensor& bias, const Tensor& y) = 0;
   // y [N, out] = x weight^T + bias + residual. y may be the residual.
@@ -96,7 +102,8 @@ class Kernels {
   virtual void LinearGeluForward(Stream& stream, const Tensor& x, const Tensor& weight,
                                  const Tensor& bias, const Tensor& up, const Tensor& y) = 0;
   // dx [N, in] = dy weight, always written; skipped when dx.rows == 0. dweight = dy^T x, dbias =
-  // column sums of dy (skipped when dbias.rows == 0), both per `write`.
+  // column sums of dy (skipped when dbias.rows == 0), both per `write`. Without dbias, dy may have
+  // more columns than `out`, which are not read.
   virtual void LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x,
                               const Tensor& weight, const Tensor& dx, const Tensor& dweight,
                               const Tensor& dbias, Write write) = 0;
@@ -121,13 +128,14 @@ class Kernels {
                                const Tensor& keys, const Tensor& values, const Tensor& out) = 0;
 
   // *loss_sum (float64, device memory) += sum over the N tokens of -log softmax(logits)[target];
-  // targets: N int32 in [0, V), or -1 for a token that does not count. logits [N, V] are not
-  // changed.
-  virtual void CrossEntropyForward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                                   double* loss_sum) = 0;
-  // The same, and logits become their own gradient, (softmax - onehot) * scale (0 for target -1),
-  // in place: no second buffer of their size exists.
-  virtual void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits,
+  // targets: N int32 in [0, V), V being `vocabulary`, or -1 for a token that does not count. logits
+  // [N, V or more]: of each row the first V columns, which are not changed; the others are not
+  // read.
+  virtual void CrossEntropyForward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                                   const int32_t* targets, double* loss_sum) = 0;
+  // The same, and the V columns become their own gradient, (softmax - onehot) * scale (0 for target
+  // -1), in place: no second buffer of their size exists. The others keep what they hold.
+  virtual void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits, int64_t vocabulary,
                                            const int32_t* targets, float scale,
                                            double* loss_sum) = 0;
 };

@@ -770,12 +770,12 @@ TEST_P(KernelsTest, CrossEntropyAndItsGradientMatchFloat64) {
       if (tokens > 1) targets[1] = -1;
       constexpr float kScale = 0.25f;
       double forward_loss = 10, backward_loss = 0;
-      run_->CrossEntropyForward(run_.stream(), Matrix(logits, tokens), targets.data(),
+      run_->CrossEntropyForward(run_.stream(), Matrix(logits, tokens), vocabulary, targets.data(),
                                 &forward_loss);
       run_.Finish();
       EXPECT_TRUE(BitEqual(logits, before));
-      run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, tokens), targets.data(),
-                                        kScale, &backward_loss);
+      run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, tokens), vocabulary,
+                                        targets.data(), kScale, &backward_loss);
       run_.Finish();
       const Doubles before64 = ToDoubles(before);
       const double expected = ReferenceCrossEntropy(before64, targets);
@@ -797,8 +797,8 @@ TEST_P(KernelsTest, CrossEntropyCountsEveryOneOfManyTokens) {
   std::vector<int32_t> targets = RandomIds(kTokens, kVocabulary, 1);
   for (int64_t n = 0; n < kTokens; n += 5) targets[n] = -1;
   double loss = 0;
-  run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, kTokens), targets.data(), 1.0f,
-                                    &loss);
+  run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, kTokens), kVocabulary,
+                                    targets.data(), 1.0f, &loss);
   run_.Finish();
   EXPECT_NEAR(loss, 2000 * std::log(3.0), 1e-3);
   for (int64_t n = 0; n < kTokens; ++n) {
@@ -819,8 +819,8 @@ TEST_P(KernelsTest, CrossEntropyOfExtremeLogitsIsExact) {
     Floats gradient = logits;
     const std::vector<int32_t> targets = {1234};
     double loss = 0;
-    run_->CrossEntropyForwardBackward(run_.stream(), Matrix(gradient, 1), targets.data(), 1.0f,
-                                      &loss);
+    run_->CrossEntropyForwardBackward(run_.stream(), Matrix(gradient, 1), kVocabulary,
+                                      targets.data(), 1.0f, &loss);
     run_.Finish();
     EXPECT_NEAR(loss, 1 + std::log1p(std::exp(-1.0)), 1e-6);
     const double p = 1 / (1 + std::exp(-1.0));
@@ -838,7 +838,8 @@ TEST_P(KernelsTest, CrossEntropyDoesNotHideANaNOrAnInfinity) {
       logits[place] = poison;
       const std::vector<int32_t> targets = {5};
       double loss = 0;
-      run_->CrossEntropyForward(run_.stream(), Matrix(logits, 1), targets.data(), &loss);
+      run_->CrossEntropyForward(run_.stream(), Matrix(logits, 1), kVocabulary, targets.data(),
+                                &loss);
       run_.Finish();
       EXPECT_FALSE(std::isfinite(loss)) << poison << " at " << place;
     }
@@ -848,7 +849,7 @@ TEST_P(KernelsTest, CrossEntropyDoesNotHideANaNOrAnInfinity) {
   logits[5] = -kInfinity;
   const std::vector<int32_t> targets = {5};
   double loss = 0;
-  run_->CrossEntropyForward(run_.stream(), Matrix(logits, 1), targets.data(), &loss);
+  run_->CrossEntropyForward(run_.stream(), Matrix(logits, 1), kVocabulary, targets.data(), &loss);
   run_.Finish();
   EXPECT_EQ(loss, std::numeric_limits<double>::infinity());
 }
@@ -857,10 +858,82 @@ TEST_P(KernelsTest, ATokenWithoutTargetIsIgnoredWhateverItsLogits) {
   Floats logits(9, kNaN);
   const std::vector<int32_t> targets = {-1};
   double loss = 0;
-  run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, 1), targets.data(), 1.0f, &loss);
+  run_->CrossEntropyForwardBackward(run_.stream(), Matrix(logits, 1), 9, targets.data(), 1.0f,
+                                    &loss);
   run_.Finish();
   EXPECT_EQ(loss, 0);
   EXPECT_EQ(logits, Floats(9, 0.0f));
+}
+
+// ---- unused columns of logits
+// -----------------------------------------------------------------
+
+TEST(LogitColumnsTest, RowsOfLogitsFillWhole128BytesInBothTypes) {
+  const std::pair<int64_t, int64_t> kExpected[] = {{1, 64},   {63, 64},   {64, 64},
+                                                   {65, 128}, {257, 320}, {50257, 50304}};
+  for (const auto& [vocabulary, columns] : kExpected) EXPECT_EQ(LogitColumns(vocabulary), columns);
+}
+
+// `values` [rows, cols] as the first columns of [rows, length], `filler` in the others.
+Floats Padded(const Floats& values, int64_t rows, int64_t length, float filler) {
+  const int64_t cols = values.size() / rows;
+  Floats padded(rows * length, filler);
+  for (int64_t n = 0; n < rows; ++n) {
+    std::copy_n(values.begin() + n * cols, cols, padded.begin() + n * length);
+  }
+  return padded;
+}
+
+TEST_P(KernelsTest, UnusedColumnsOfLogitsAreNeitherReadNorWritten) {
+  constexpr int64_t kTokens = 37, kWidth = 24;
+  for (int64_t vocabulary : {1, 63, 64, 65, 257}) {
+    const Floats x = Random(kTokens * kWidth, 1), weight = Random(vocabulary * kWidth, 2);
+    const Floats bias = Random(vocabulary, 3);
+    std::vector<int32_t> targets = RandomIds(kTokens, vocabulary, 4);
+    targets[2] = -1;
+    // The head of a model from its input to its gradients, and a map with a bias, on logits in rows
+    // of that length.
+    struct Result {
+      Floats with_bias, logits, dlogits, losses, dx, dweight;
+    };
+    const auto head = [&](int64_t length, float filler) {
+      const Floats filled(kTokens * length, filler);
+      Result r{filled, filled, filled, {}, Floats(x.size(), kNaN), Floats(weight.size(), kNaN)};
+      double forward_loss = 0, backward_loss = 0;
+      run_->LinearForward(run_.stream(), Matrix(x, kTokens), Matrix(weight, vocabulary),
+                          Vector(bias), Matrix(r.with_bias, kTokens));
+      run_->LinearForward(run_.stream(), Matrix(x, kTokens), Matrix(weight, vocabulary), Tensor(),
+                          Matrix(r.logits, kTokens));
+      run_->CrossEntropyForward(run_.stream(), Matrix(r.logits, kTokens), vocabulary,
+                                targets.data(), &forward_loss);
+      run_.Finish();
+      r.dlogits = r.logits;
+      run_->CrossEntropyForwardBackward(run_.stream(), Matrix(r.dlogits, kTokens), vocabulary,
+                                        targets.data(), 0.5f, &backward_loss);
+      run_->LinearBackward(run_.stream(), Matrix(r.dlogits, kTokens), Matrix(x, kTokens),
+                           Matrix(weight, vocabulary), Matrix(r.dx, kTokens),
+                           Matrix(r.dweight, vocabulary), Tensor(), Write::kOverwrite);
+      run_.Finish();
+      r.losses = {static_cast<float>(forward_loss), static_cast<float>(backward_loss)};
+      return r;
+    };
+    const Result expected = head(vocabulary, 0.0f);  // no such columns
+    for (int64_t length : {LogitColumns(vocabulary), vocabulary + 1}) {
+      for (float filler : {kNaN, 3e38f}) {
+        SCOPED_TRACE(std::to_string(vocabulary) + " in rows of " + std::to_string(length));
+        const Result actual = head(length, filler);
+        const auto padded = [&](const Floats& values) {
+          return Padded(values, kTokens, length, filler);
+        };
+        EXPECT_TRUE(BitEqual(actual.with_bias, padded(expected.with_bias)));
+        EXPECT_TRUE(BitEqual(actual.logits, padded(expected.logits)));
+        EXPECT_TRUE(BitEqual(actual.dlogits, padded(expected.dlogits)));
+        EXPECT_TRUE(BitEqual(actual.losses, expected.losses));
+        EXPECT_TRUE(BitEqual(actual.dx, expected.dx));
+        EXPECT_TRUE(BitEqual(actual.dweight, expected.dweight));
+      }
+    }
+  }
 }
 
 // ---- all
@@ -898,8 +971,8 @@ std::vector<Floats> RunAllOnThreads(int threads) {
                          Matrix(dqkv, kTokens));
   run->EmbeddingBackward(run.stream(), tokens.data(), kSeqLen, Matrix(dx, kTokens),
                          Matrix(dwte, kVocabulary), Matrix(dwpe, kSeqLen));
-  run->CrossEntropyForwardBackward(run.stream(), Matrix(logits, kTokens), tokens.data(), 0.5f,
-                                   &loss);
+  run->CrossEntropyForwardBackward(run.stream(), Matrix(logits, kTokens), kVocabulary,
+                                   tokens.data(), 0.5f, &loss);
   run.Finish();
   return {
       embedded, normed, mean,      rstd, activated, dactivated, dx,     dgain,

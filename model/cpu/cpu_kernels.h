@@ -49,10 +49,10 @@ class CpuKernels : public Kernels {
                          const Tensor& dqkv) override;
   void AttentionDecode(Stream& stream, int64_t heads, int64_t position, const Tensor& qkv,
                        const Tensor& keys, const Tensor& values, const Tensor& out) override;
-  void CrossEntropyForward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                           double* loss_sum) override;
-  void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                                   float scale, double* loss_sum) override;
+  void CrossEntropyForward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                           const int32_t* targets, double* loss_sum) override;
+  void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                                   const int32_t* targets, float scale, double* loss_sum) override;
 
  private:
   // y = gelu(x); dx = dy * gelu'(x). Same shapes; the result may be either operand.

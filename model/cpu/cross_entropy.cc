@@ -34,13 +34,13 @@ SumOfExps SumExps(const float* x, int64_t count) {
   return result;
 }
 
-// Adds to *loss_sum the loss of `count` rows, and calls finish(n, target, sum of exponentials) for
-// each row n while it is in cache (the sum is that of nothing for a row without a target). A row's
-// loss comes from one thread and rows are added in order, so the sum does not depend on the number
-// of threads.
+// Adds to *loss_sum the loss of `count` rows, `row_length` elements apart, and calls finish(n,
+// target, sum of exponentials) for each row n while it is in cache (the sum is that of nothing for
+// a row without a target). A row's loss comes from one thread and rows are added in order, so the
+// sum does not depend on the number of threads.
 template <typename Finish>
 void ForEachRow(ThreadPool& pool, const float* logits, const int32_t* targets, int64_t count,
-                int64_t vocabulary, double* loss_sum, const Finish& finish) {
+                int64_t vocabulary, int64_t row_length, double* loss_sum, const Finish& finish) {
   std::array<double, 1024> losses;
   const int64_t batch = static_cast<int64_t>(losses.size());
   for (int64_t first = 0; first < count; first += batch) {
@@ -53,7 +53,7 @@ void ForEachRow(ThreadPool& pool, const float* logits, const int32_t* targets, i
         losses[i] = 0;
         SumOfExps exps;
         if (target != kIgnored) {
-          const float* row = logits + n * vocabulary;
+          const float* row = logits + n * row_length;
           exps = SumExps(row, vocabulary);
           losses[i] = std::log(exps.sum) + (static_cast<double>(exps.max) - row[target]);
         }
@@ -66,31 +66,33 @@ void ForEachRow(ThreadPool& pool, const float* logits, const int32_t* targets, i
 
 }  // namespace
 
-void CpuKernels::CrossEntropyForward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                                     double* loss_sum) {
-  const int64_t count = logits.rows, vocabulary = logits.cols;
+void CpuKernels::CrossEntropyForward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                                     const int32_t* targets, double* loss_sum) {
+  const int64_t count = logits.rows, row_length = logits.cols;
+  DIM0_CHECK(vocabulary <= row_length);
   // About 20 operations an element, the exponential's included.
   OpInfo info{.name = "cross_entropy_forward",
-              .flops = 20.0 * logits.size(),
-              .bytes = 4.0 * logits.size() + 4.0 * count};
+              .flops = 20.0 * count * vocabulary,
+              .bytes = 4.0 * count * vocabulary + 4.0 * count};
   stream.Enqueue(std::move(info), [=, this, logits = logits.f32()](auto&) {
-    ForEachRow(pool_, logits, targets, count, vocabulary, loss_sum,
+    ForEachRow(pool_, logits, targets, count, vocabulary, row_length, loss_sum,
                [](int64_t, int32_t, const SumOfExps&) {});
     return absl::OkStatus();
   });
 }
 
 void CpuKernels::CrossEntropyForwardBackward(Stream& stream, const Tensor& logits,
-                                             const int32_t* targets, float scale,
-                                             double* loss_sum) {
-  const int64_t count = logits.rows, vocabulary = logits.cols;
+                                             int64_t vocabulary, const int32_t* targets,
+                                             float scale, double* loss_sum) {
+  const int64_t count = logits.rows, row_length = logits.cols;
+  DIM0_CHECK(vocabulary <= row_length);
   OpInfo info{.name = "cross_entropy_forward_backward",
-              .flops = 40.0 * logits.size(),
-              .bytes = 8.0 * logits.size() + 4.0 * count};
+              .flops = 40.0 * count * vocabulary,
+              .bytes = 8.0 * count * vocabulary + 4.0 * count};
   stream.Enqueue(std::move(info), [=, this, logits = logits.f32()](auto&) {
-    ForEachRow(pool_, logits, targets, count, vocabulary, loss_sum,
+    ForEachRow(pool_, logits, targets, count, vocabulary, row_length, loss_sum,
                [=](int64_t n, int32_t target, const SumOfExps& exps) {
-                 float* row = logits + n * vocabulary;
+                 float* row = logits + n * row_length;
                  if (target == kIgnored) {
                    std::fill_n(row, vocabulary, 0.0f);
                    return;

@@ -10,9 +10,9 @@ namespace dim0::cpu {
 
 void CpuKernels::LinearForward(Stream& stream, const Tensor& x, const Tensor& weight,
                                const Tensor& bias, const Tensor& y) {
-  const int64_t tokens = x.rows, in = x.cols, out = weight.rows;
+  const int64_t tokens = x.rows, in = x.cols, out = weight.rows, y_length = y.cols;
   const bool has_bias = bias.rows > 0;
-  DIM0_CHECK(weight.cols == in && y.rows == tokens && y.cols == out);
+  DIM0_CHECK(weight.cols == in && y.rows == tokens && y_length >= out);
   DIM0_CHECK(!has_bias || bias.size() == out);
   OpInfo info{.name = "linear_forward",
               .flops = 2.0 * tokens * in * out,
@@ -22,11 +22,11 @@ void CpuKernels::LinearForward(Stream& stream, const Tensor& x, const Tensor& we
     // The product adds to the bias: this replaces the pass in which BLAS would have cleared y.
     if (has_bias) {
       pool_.ParallelFor(tokens, 1, [=](int64_t begin, int64_t end) {
-        for (int64_t n = begin; n < end; ++n) std::copy_n(bias, out, y + n * out);
+        for (int64_t n = begin; n < end; ++n) std::copy_n(bias, out, y + n * y_length);
       });
     }
     Gemm(pool_, Transpose::kNo, Transpose::kYes, tokens, out, in, 1.0f, x, in, weight, in,
-         has_bias ? 1.0f : 0.0f, y, out);
+         has_bias ? 1.0f : 0.0f, y, y_length);
     return absl::OkStatus();
   });
 }
@@ -72,13 +72,13 @@ void CpuKernels::GeluLinearBackward(Stream& stream, const Tensor& dy, const Tens
 void CpuKernels::LinearBackward(Stream& stream, const Tensor& dy, const Tensor& x,
                                 const Tensor& weight, const Tensor& dx, const Tensor& dweight,
                                 const Tensor& dbias, Write write) {
-  const int64_t tokens = x.rows, in = x.cols, out = weight.rows;
+  const int64_t tokens = x.rows, in = x.cols, out = weight.rows, dy_length = dy.cols;
   const bool wants_dx = dx.rows > 0;
   const bool has_bias = dbias.rows > 0;
-  DIM0_CHECK(weight.cols == in && dy.rows == tokens && dy.cols == out);
+  DIM0_CHECK(weight.cols == in && dy.rows == tokens && dy_length >= out);
   DIM0_CHECK(!wants_dx || (dx.rows == tokens && dx.cols == in));
   DIM0_CHECK(dweight.rows == out && dweight.cols == in);
-  DIM0_CHECK(!has_bias || dbias.size() == out);
+  DIM0_CHECK(!has_bias || (dbias.size() == out && dy_length == out));
   const int64_t products = wants_dx ? 2 : 1;
   // dy, and per product one operand and one result.
   OpInfo info{.name = "linear_backward",
@@ -88,10 +88,10 @@ void CpuKernels::LinearBackward(Stream& stream, const Tensor& dy, const Tensor& 
                                    dx = wants_dx ? dx.f32() : nullptr, dweight = dweight.f32(),
                                    dbias = has_bias ? dbias.f32() : nullptr](auto&) {
     if (wants_dx) {
-      Gemm(pool_, Transpose::kNo, Transpose::kNo, tokens, in, out, 1.0f, dy, out, weight, in, 0.0f,
-           dx, in);
+      Gemm(pool_, Transpose::kNo, Transpose::kNo, tokens, in, out, 1.0f, dy, dy_length, weight, in,
+           0.0f, dx, in);
     }
-    Gemm(pool_, Transpose::kYes, Transpose::kNo, out, in, tokens, 1.0f, dy, out, x, in,
+    Gemm(pool_, Transpose::kYes, Transpose::kNo, out, in, tokens, 1.0f, dy, dy_length, x, in,
          write == Write::kAccumulate ? 1.0f : 0.0f, dweight, in);
     if (has_bias) {
       ForColumnStrips(pool_, out, [=](int64_t begin, int64_t width) {

@@ -50,10 +50,10 @@ __device__ float BlockMax(float value) {
 // A block has a row, and writes its loss.
 template <bool kGradient, typename T>
 __global__ void __launch_bounds__(kMaxThreads)
-    CrossEntropyKernel(T* logits, const int32_t* targets, int64_t cols, float scale,
-                       double* losses) {
+    CrossEntropyKernel(T* logits, const int32_t* targets, int64_t cols, int64_t row_length,
+                       float scale, double* losses) {
   const int64_t n = blockIdx.x;
-  T* row = logits + n * cols;
+  T* row = logits + n * row_length;
   const int64_t target = targets[n];
   if (target == kIgnored) {
     if (threadIdx.x == 0) losses[n] = 0;
@@ -118,16 +118,17 @@ dim3 ThreadsFor(int64_t count, int elements) {
 
 }  // namespace
 
-cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t rows, int64_t cols,
-                               bool write_gradient, float scale, double* loss_sum, float* workspace,
+cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t rows,
+                               int64_t vocabulary, int64_t row_length, bool write_gradient,
+                               float scale, double* loss_sum, float* workspace,
                                cudaStream_t stream) {
   if (rows == 0) return cudaSuccess;
   double* losses = reinterpret_cast<double*>(workspace);
   const cudaError_t error = WithElementType(logits.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
     return Launch(write_gradient ? CrossEntropyKernel<true, T> : CrossEntropyKernel<false, T>,
-                  dim3(static_cast<unsigned>(rows)), ThreadsFor(cols, kVector<T>), 0, stream,
-                  As<T>(logits), targets, cols, scale, losses);
+                  dim3(static_cast<unsigned>(rows)), ThreadsFor(vocabulary, kVector<T>), 0, stream,
+                  As<T>(logits), targets, vocabulary, row_length, scale, losses);
   });
   if (error != cudaSuccess) return error;
   return Launch(LossSumKernel, dim3(1), ThreadsFor(rows, 1), 0, stream, losses, rows, loss_sum);

@@ -40,6 +40,10 @@ double Bytes(std::initializer_list<Tensor> tensors) {
   for (const Tensor& tensor : tensors) bytes += static_cast<double>(tensor.bytes());
   return bytes;
 }
+// Of the first `cols` columns.
+double Bytes(const Tensor& tensor, int64_t cols) {
+  return 1.0 * tensor.rows * cols * SizeOf(tensor.dtype);
+}
 
 class CudaKernels : public Kernels {
  public:
@@ -149,12 +153,13 @@ class CudaKernels : public Kernels {
   void LinearForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
                      const Tensor& y) override {
     EnqueueForward(stream, "linear_forward", ForwardProduct(x, weight, bias, y),
-                   Bytes({x, weight, y}));
+                   Bytes({x, weight}) + Bytes(y, weight.rows));
   }
 
   void LinearAddForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
                         const Tensor& residual, const Tensor& y) override {
-    DIM0_CHECK(HasShape(residual, y.rows, y.cols) && SameTypes({residual, y}));
+    DIM0_CHECK(HasShape(residual, x.rows, weight.rows) && HasShape(y, x.rows, weight.rows));
+    DIM0_CHECK(SameTypes({residual, y}));
     Product product = ForwardProduct(x, weight, bias, y);
     product.beta = 1;
     product.added = residual.data;
@@ -163,7 +168,8 @@ class CudaKernels : public Kernels {
 
   void LinearGeluForward(Stream& stream, const Tensor& x, const Tensor& weight, const Tensor& bias,
                          const Tensor& up, const Tensor& y) override {
-    DIM0_CHECK(HasShape(up, y.rows, y.cols) && SameTypes({up, y}));
+    DIM0_CHECK(HasShape(up, x.rows, weight.rows) && HasShape(y, x.rows, weight.rows));
+    DIM0_CHECK(SameTypes({up, y}));
     Product product = ForwardProduct(x, weight, bias, y);
     product.before_gelu = up.data;
     OpInfo info{.name = "linear_gelu_forward",
@@ -248,23 +254,23 @@ class CudaKernels : public Kernels {
     });
   }
 
-  void CrossEntropyForward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                           double* loss_sum) override {
+  void CrossEntropyForward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                           const int32_t* targets, double* loss_sum) override {
     EnqueueCrossEntropy(stream,
                         // About 20 operations an element, the exponential's included.
                         {.name = "cross_entropy_forward",
-                         .flops = 20.0 * logits.size(),
-                         .bytes = Bytes({logits}) + 4.0 * logits.rows},
-                        logits, targets, /*write_gradient=*/false, 0.0f, loss_sum);
+                         .flops = 20.0 * logits.rows * vocabulary,
+                         .bytes = Bytes(logits, vocabulary) + 4.0 * logits.rows},
+                        logits, vocabulary, targets, /*write_gradient=*/false, 0.0f, loss_sum);
   }
 
-  void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits, const int32_t* targets,
-                                   float scale, double* loss_sum) override {
+  void CrossEntropyForwardBackward(Stream& stream, const Tensor& logits, int64_t vocabulary,
+                                   const int32_t* targets, float scale, double* loss_sum) override {
     EnqueueCrossEntropy(stream,
                         {.name = "cross_entropy_forward_backward",
-                         .flops = 40.0 * logits.size(),
-                         .bytes = 2 * Bytes({logits}) + 4.0 * logits.rows},
-                        logits, targets, /*write_gradient=*/true, scale, loss_sum);
+                         .flops = 40.0 * logits.rows * vocabulary,
+                         .bytes = 2 * Bytes(logits, vocabulary) + 4.0 * logits.rows},
+                        logits, vocabulary, targets, /*write_gradient=*/true, scale, loss_sum);
   }
 
  private:
@@ -272,7 +278,7 @@ class CudaKernels : public Kernels {
 
   static Product ForwardProduct(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                 const Tensor& y) {
-    DIM0_CHECK(weight.cols == x.cols && HasShape(y, x.rows, weight.rows));
+    DIM0_CHECK(weight.cols == x.cols && y.rows == x.rows && y.cols >= weight.rows);
     DIM0_CHECK(bias.rows == 0 || bias.size() == weight.rows);
     DIM0_CHECK(SameTypes({x, weight}) && (bias.rows == 0 || SameTypes({bias, y})));
     return {.m = x.rows,
@@ -284,6 +290,7 @@ class CudaKernels : public Kernels {
             .a = x.data,
             .b = weight.data,
             .c = y.data,
+            .c_row_length = y.cols,
             .bias = bias.rows == 0 ? nullptr : bias.data};
   }
 
@@ -298,8 +305,9 @@ class CudaKernels : public Kernels {
                        const Tensor& weight, const Tensor& dx, const Tensor& dweight,
                        const Tensor& dbias, Write write, const Tensor& up) {
     const int64_t tokens = x.rows, in = x.cols, out = weight.rows;
-    DIM0_CHECK(weight.cols == in && HasShape(dy, tokens, out) && HasShape(dweight, out, in));
-    DIM0_CHECK(dbias.rows == 0 || dbias.size() == out);
+    DIM0_CHECK(weight.cols == in && dy.rows == tokens && dy.cols >= out);
+    DIM0_CHECK(HasShape(dweight, out, in));
+    DIM0_CHECK(dbias.rows == 0 || (dbias.size() == out && dy.cols == out));
     DIM0_CHECK(SameTypes({x, weight, dy}));
     const bool wants_dx = dx.rows > 0, has_gelu = up.rows > 0, has_bias = dbias.rows > 0;
     const bool accumulates = write == Write::kAccumulate;
@@ -311,6 +319,7 @@ class CudaKernels : public Kernels {
                            .a = dy.data,
                            .b = weight.data,
                            .c = dx.data,
+                           .a_row_length = dy.cols,
                            .gelu_at = has_gelu ? up.data : nullptr};
     const Product parameters = {.m = out,
                                 .n = in,
@@ -321,12 +330,16 @@ class CudaKernels : public Kernels {
                                 .c_type = dweight.dtype,
                                 .a = dy.data,
                                 .b = x.data,
-                                .c = dweight.data};
+                                .c = dweight.data,
+                                .a_row_length = dy.cols};
+    const double dy_bytes = Bytes(dy, out);
     OpInfo info{.name = name,
                 .flops = (wants_dx ? Flops(input) : 0.0) + Flops(parameters) +
-                         (has_bias ? 1.0 * dy.size() : 0.0) + (has_gelu ? 40.0 * dx.size() : 0.0),
-                .bytes = (wants_dx ? Bytes({dy, weight, dx}) : 0.0) + Bytes({dy, x, dweight}) +
-                         (has_gelu ? Bytes({up}) : 0.0) + (has_bias ? Bytes({dy}) : 0.0)};
+                         (has_bias ? 1.0 * tokens * out : 0.0) +
+                         (has_gelu ? 40.0 * dx.size() : 0.0),
+                .bytes = (wants_dx ? dy_bytes + Bytes({weight, dx}) : 0.0) + dy_bytes +
+                         Bytes({x, dweight}) + (has_gelu ? Bytes({up}) : 0.0) +
+                         (has_bias ? dy_bytes : 0.0)};
     stream.Enqueue(std::move(info), [=, this](const OpContext& context) -> absl::Status {
       const cudaStream_t native = NativeStream(context);
       if (wants_dx && has_gelu && !CanFuseGelu(input)) {
@@ -362,13 +375,14 @@ class CudaKernels : public Kernels {
     });
   }
 
-  void EnqueueCrossEntropy(Stream& stream, OpInfo info, const Tensor& logits,
+  void EnqueueCrossEntropy(Stream& stream, OpInfo info, const Tensor& logits, int64_t vocabulary,
                            const int32_t* targets, bool write_gradient, float scale,
                            double* loss_sum) {
+    DIM0_CHECK(vocabulary <= logits.cols);
     stream.Enqueue(std::move(info), [=, this](const OpContext& context) {
       return ToStatus(
-          LaunchCrossEntropy(ArrayOf(logits), targets, logits.rows, logits.cols, write_gradient,
-                             scale, loss_sum, workspace_, NativeStream(context)),
+          LaunchCrossEntropy(ArrayOf(logits), targets, logits.rows, vocabulary, logits.cols,
+                             write_gradient, scale, loss_sum, workspace_, NativeStream(context)),
           "cross_entropy");
     });
   }

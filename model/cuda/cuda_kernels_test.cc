@@ -903,7 +903,7 @@ TEST_F(CudaKernelsTest, CrossEntropyMatchesTheCpuForRowsOfEveryAlignment) {
       constexpr double kBefore = 2.5;
       const Matrix gradient = logits;
       double expected_loss = kBefore;
-      cpu_->CrossEntropyForwardBackward(*cpu_stream_, Host(gradient), targets.data(), kScale,
+      cpu_->CrossEntropyForwardBackward(*cpu_stream_, Host(gradient), cols, targets.data(), kScale,
                                         &expected_loss);
       FinishReference();
       const auto results = RunAll([&, rows = rows, cols = cols](Arena& arena) {
@@ -911,11 +911,11 @@ TEST_F(CudaKernelsTest, CrossEntropyMatchesTheCpuForRowsOfEveryAlignment) {
         const Tensor device_logits = arena.Upload(logits);
         const int32_t* device_targets = arena.UploadValues(targets);
         double* loss = arena.UploadValues(Doubles{kBefore});
-        kernels_->CrossEntropyForward(*stream_, device_logits, device_targets, loss);
+        kernels_->CrossEntropyForward(*stream_, device_logits, cols, device_targets, loss);
         const double forward_loss = arena.DownloadDouble(loss);
         EXPECT_EQ(arena.Download(device_logits), logits.values);
         double* loss_again = arena.UploadValues(Doubles{kBefore});
-        kernels_->CrossEntropyForwardBackward(*stream_, device_logits, device_targets, kScale,
+        kernels_->CrossEntropyForwardBackward(*stream_, device_logits, cols, device_targets, kScale,
                                               loss_again);
         EXPECT_EQ(arena.DownloadDouble(loss_again), forward_loss);
         EXPECT_NEAR(forward_loss, expected_loss, 1e-6 * rows * (1 + std::abs(expected_loss)));
@@ -936,7 +936,7 @@ TEST_F(CudaKernelsTest, CrossEntropyKeepsDigitsOfLargeLogitsAndTakesInfinities) 
   UseWorkspace(arena, 1, 1, 1);
   double* loss = arena.UploadValues(Doubles{0.0});
   const Tensor device_logits = arena.Upload(logits);
-  kernels_->CrossEntropyForwardBackward(*stream_, device_logits,
+  kernels_->CrossEntropyForwardBackward(*stream_, device_logits, 3,
                                         arena.UploadValues(std::vector<int32_t>{0}), 1.0f, loss);
   const double e = std::exp(1.0);
   EXPECT_NEAR(arena.DownloadDouble(loss), std::log(1 + e), 1e-6);
@@ -956,9 +956,110 @@ TEST_F(CudaKernelsTest, CrossEntropyOfABrokenLogitOrTargetIsNaN) {
     Arena arena(*device_, *stream_);
     UseWorkspace(arena, 2, 1, 1);
     double* loss = arena.UploadValues(Doubles{0.0});
-    kernels_->CrossEntropyForward(*stream_, arena.Upload(logits), arena.UploadValues(targets),
+    kernels_->CrossEntropyForward(*stream_, arena.Upload(logits), 40, arena.UploadValues(targets),
                                   loss);
     EXPECT_TRUE(std::isnan(arena.DownloadDouble(loss))) << broken;
+  }
+}
+
+// `matrix` as the first columns of one with `length`, `filler` in the others.
+Matrix Padded(const Matrix& matrix, int64_t length, float filler) {
+  Matrix padded{matrix.type, matrix.rows, length, Floats(matrix.rows * length, filler)};
+  for (int64_t n = 0; n < matrix.rows; ++n) {
+    std::copy_n(matrix.values.begin() + n * matrix.cols, matrix.cols,
+                padded.values.begin() + n * length);
+  }
+  return padded;
+}
+
+// The first `cols` columns of `padded`, the others still holding `filler`.
+Floats WithoutPadding(const Floats& padded, int64_t cols, int64_t length, float filler) {
+  Floats values;
+  int64_t written = 0;
+  for (size_t row = 0; row < padded.size(); row += length) {
+    values.insert(values.end(), padded.begin() + row, padded.begin() + row + cols);
+    for (int64_t c = cols; c < length; ++c) {
+      const float value = padded[row + c];
+      if (std::isnan(filler) ? !std::isnan(value) : value != filler) ++written;
+    }
+  }
+  EXPECT_EQ(written, 0) << "elements behind the first " << cols << " columns changed";
+  return values;
+}
+
+TEST_F(CudaKernelsTest, UnusedColumnsOfLogitsAreNeitherReadNorWritten) {
+  constexpr int64_t kTokens = 9, kWidth = 24;
+  constexpr float kScale = 0.125f;
+  for (const Types& types : kProductTypes) {
+    for (int64_t vocabulary : {1, 63, 64, 65, 257}) {
+      const Matrix x = Random(types.activation, kTokens, kWidth, 1);
+      const Matrix weight = Random(types.parameter, vocabulary, kWidth, 2);
+      const Matrix bias = Random(types.parameter, vocabulary, 1, 3);
+      const Matrix logits = Random(types.activation, kTokens, vocabulary, 4, 0.0f, 4.0f);
+      const Matrix dlogits = Random(types.activation, kTokens, vocabulary, 5);
+      std::vector<int32_t> targets = RandomIds(kTokens, static_cast<int32_t>(vocabulary), 6);
+      targets[2] = -1;
+
+      const Matrix y = HostOutput(kTokens, vocabulary), with_bias = y, gradient = logits;
+      const Matrix dx = HostOutput(kTokens, kWidth), dweight = HostOutput(vocabulary, kWidth);
+      double loss = 0;
+      cpu_->LinearForward(*cpu_stream_, Host(x), Host(weight), Tensor(), Host(y));
+      cpu_->LinearForward(*cpu_stream_, Host(x), Host(weight), Host(bias), Host(with_bias));
+      cpu_->CrossEntropyForwardBackward(*cpu_stream_, Host(gradient), vocabulary, targets.data(),
+                                        kScale, &loss);
+      cpu_->LinearBackward(*cpu_stream_, Host(dlogits), Host(x), Host(weight), Host(dx),
+                           Host(dweight), Tensor(), Write::kOverwrite);
+      FinishReference();
+
+      for (int64_t length : {LogitColumns(vocabulary), vocabulary + 1}) {
+        SCOPED_TRACE(NameOf(types) + ", " + std::to_string(vocabulary) + " in rows of " +
+                     std::to_string(length));
+        const auto run_with = [&](float filler) {
+          return RunAll([&](Arena& arena) {
+            UseWorkspace(arena, kTokens, 1, 1);
+            const auto padded = [&](const Matrix& matrix) {
+              return arena.Upload(Padded(matrix, length, filler));
+            };
+            const auto first_columns = [&](const Tensor& tensor) {
+              return WithoutPadding(arena.Download(tensor), vocabulary, length, filler);
+            };
+            const Tensor device_x = arena.Upload(x), device_weight = arena.Upload(weight);
+            const Tensor y = padded(dlogits), with_bias = padded(dlogits);
+            kernels_->LinearForward(*stream_, device_x, device_weight, Tensor(), y);
+            kernels_->LinearForward(*stream_, device_x, device_weight, arena.Upload(bias),
+                                    with_bias);
+            const Tensor device_logits = padded(logits), device_dlogits = padded(dlogits);
+            const int32_t* device_targets = arena.UploadValues(targets);
+            double* forward_loss = arena.UploadValues(Doubles{0.0});
+            kernels_->CrossEntropyForward(*stream_, device_logits, vocabulary, device_targets,
+                                          forward_loss);
+            EXPECT_EQ(first_columns(device_logits), logits.values);
+            double* backward_loss = arena.UploadValues(Doubles{0.0});
+            kernels_->CrossEntropyForwardBackward(*stream_, device_logits, vocabulary,
+                                                  device_targets, kScale, backward_loss);
+            EXPECT_NEAR(arena.DownloadDouble(forward_loss), loss, 1e-5 * (1 + loss));
+            EXPECT_EQ(arena.DownloadDouble(backward_loss), arena.DownloadDouble(forward_loss));
+            const Tensor dx = arena.Output(types.activation, kTokens, kWidth);
+            const Tensor dweight = arena.Output(types.gradient, vocabulary, kWidth);
+            kernels_->LinearBackward(*stream_, device_dlogits, device_x, device_weight, dx, dweight,
+                                     Tensor(), Write::kOverwrite);
+            EXPECT_EQ(first_columns(device_dlogits), dlogits.values);
+            return std::vector<Floats>{first_columns(y), first_columns(with_bias),
+                                       first_columns(device_logits), arena.Download(dx),
+                                       arena.Download(dweight)};
+          });
+        };
+        const auto results = run_with(0x1p127f);
+        for (const auto& result : results) {
+          ExpectNear(result[0], y.values, types.activation, "y");
+          ExpectNear(result[1], with_bias.values, types.activation, "y with bias");
+          ExpectNear(result[2], gradient.values, types.activation, "gradient of logits");
+          ExpectNear(result[3], dx.values, types.activation, "dx");
+          ExpectNear(result[4], dweight.values, types.gradient, "dweight");
+        }
+        EXPECT_EQ(run_with(std::numeric_limits<float>::quiet_NaN()), results);
+      }
+    }
   }
 }
 
@@ -985,19 +1086,26 @@ TEST_F(CudaKernelsTest, OpsStateTheBytesOfTheirTypes) {
     return Tensor{nullptr, type, rows, cols};
   };
   const Tensor x = tensor(kBF16, 6, 32), gain = tensor(kBF16, 32, 1), dgain = tensor(kF32, 32, 1);
-  const Tensor mean = tensor(kF32, 6, 1), logits = tensor(kBF16, 6, 50);
+  const Tensor mean = tensor(kF32, 6, 1), logits = tensor(kBF16, 6, 64);
   kernels_->LayerNormForward(stream, x, gain, gain, x, mean, mean);
   EXPECT_EQ(stream.last.bytes, 2 * (2 * 6 * 32 + 2 * 32) + 4 * 2 * 6);
   kernels_->LayerNormBackward(stream, x, x, gain, mean, mean, x, Write::kAccumulate, dgain, dgain,
                               Write::kOverwrite);
   EXPECT_EQ(stream.last.bytes, 2 * (4 * 6 * 32 + 32) + 4 * (2 * 6 + 2 * 32));
-  kernels_->CrossEntropyForwardBackward(stream, logits, nullptr, 1.0f, nullptr);
+  kernels_->CrossEntropyForwardBackward(stream, logits, 50, nullptr, 1.0f, nullptr);
   EXPECT_EQ(stream.last.bytes, 2 * 2 * 6 * 50 + 4 * 6);
   const Tensor weight = tensor(kBF16, 96, 32), bias = tensor(kBF16, 96, 1);
   const Tensor y = tensor(kBF16, 6, 96);
   kernels_->LinearForward(stream, x, weight, bias, y);
   EXPECT_EQ(stream.last.flops, 2 * 6 * 32 * 96);
   EXPECT_EQ(stream.last.bytes, 2 * (6 * 32 + 96 * 32 + 6 * 96));
+  const Tensor table = tensor(kBF16, 50, 32);
+  kernels_->LinearForward(stream, x, table, Tensor(), logits);
+  EXPECT_EQ(stream.last.flops, 2 * 6 * 32 * 50);
+  EXPECT_EQ(stream.last.bytes, 2 * (6 * 32 + 50 * 32 + 6 * 50));
+  kernels_->LinearBackward(stream, logits, x, table, x, table, Tensor(), Write::kOverwrite);
+  EXPECT_EQ(stream.last.flops, 2 * 2 * 6 * 32 * 50);
+  EXPECT_EQ(stream.last.bytes, 2 * 2 * (6 * 32 + 50 * 32 + 6 * 50));
   // Six visible pairs of a query and a key for each of two sequences and four heads of 8.
   kernels_->AttentionBackward(stream, {2, 3, 4}, x, y, x, tensor(kF32, 8, 3), y);
   EXPECT_EQ(stream.last.flops, 5 * 2 * 8 * 6 * 8);

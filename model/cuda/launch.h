@@ -53,9 +53,11 @@ cudaError_t LaunchColumnSums(Array values, int64_t rows, int64_t cols, Array sum
 cudaError_t LaunchGeluForward(Array x, Array y, int64_t size, cudaStream_t stream);
 cudaError_t LaunchGeluBackward(Array dy, Array x, Array dx, int64_t size, cudaStream_t stream);
 
-// `write_gradient`: logits become their gradient. A target outside [-1, V) makes the loss NaN.
-cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t rows, int64_t cols,
-                               bool write_gradient, float scale, double* loss_sum, float* workspace,
+// Of rows `row_length` elements apart the first `vocabulary`. `write_gradient`: they become their
+// gradient. A target outside [-1, V) makes the loss NaN.
+cudaError_t LaunchCrossEntropy(Array logits, const int32_t* targets, int64_t rows,
+                               int64_t vocabulary, int64_t row_length, bool write_gradient,
+                               float scale, double* loss_sum, float* workspace,
                                cudaStream_t stream);
 
 struct AttentionSize {

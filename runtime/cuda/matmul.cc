@@ -31,11 +31,14 @@ bool IsMatrixType(DType type) {
   return type == DType::kFloat32 || type == DType::kBFloat16 || type == DType::kFloat16;
 }
 
+bool ResultHasGaps(const Product& p) { return p.c_row_length != 0 && p.c_row_length != p.n; }
+
 }  // namespace
 
 bool CanFuseGelu(const Product& product) {
   // The documentation asks for 16-bit results and leading dimensions that are multiples of 8.
   return product.c_type == DType::kBFloat16 && product.n % 8 == 0 && product.k > 0 &&
+         !ResultHasGaps(product) &&
          Alignment(product.before_gelu != nullptr ? product.before_gelu : product.gelu_at) >= 16;
 }
 
@@ -95,6 +98,7 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
                    p.beta != 0,
                    p.added != nullptr,
                    p.a_row_length,
+                   p.c_row_length,
                    Alignment(p.bias),
                    Alignment(aux)};
   if (const auto found = plans_.find(key); found != plans_.end()) return found->second.get();
@@ -122,7 +126,7 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   }
 
   const auto layout = [&](cublasLtMatrixLayout_t* made, DType type, int64_t rows, int64_t cols,
-                          int64_t row_length = 0) -> absl::Status {
+                          int64_t row_length) -> absl::Status {
     // Rows and columns of the row-major matrix.
     if (row_length == 0) row_length = cols;
     DIM0_RETURN_IF_ERROR(
@@ -142,8 +146,8 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   DIM0_RETURN_IF_ERROR(layout(&plan->a, p.type, p.transpose_a ? p.k : p.m,
                               p.transpose_a ? p.m : p.k, p.a_row_length));
   DIM0_RETURN_IF_ERROR(
-      layout(&plan->b, p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n));
-  DIM0_RETURN_IF_ERROR(layout(&plan->c, p.c_type, p.m, p.n));
+      layout(&plan->b, p.type, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, 0));
+  DIM0_RETURN_IF_ERROR(layout(&plan->c, p.c_type, p.m, p.n, p.c_row_length));
 
   cublasLtMatmulPreference_t preference;
   DIM0_RETURN_IF_ERROR(ToStatus(cublasLtMatmulPreferenceCreate(&preference), kWhat));
@@ -192,10 +196,11 @@ absl::Status MatMul::Enqueue(const Product& p, cudaStream_t stream) {
   if ((gelu && !CanFuseGelu(p)) || !one_fusion || (p.batch != 1 && (gelu || p.bias != nullptr))) {
     return absl::InvalidArgumentError("this fusion with a matrix product is not offered");
   }
+  DIM0_CHECK(p.batch == 1 || (p.a_row_length == 0 && p.c_row_length == 0));
   if (p.m == 0 || p.n == 0 || p.batch == 0) return absl::OkStatus();
   if (p.k == 0) {
     // A sum of nothing, which cuBLASLt refuses; only the trivial forms of it occur.
-    DIM0_CHECK(p.bias == nullptr && (p.added == nullptr || p.beta == 0));
+    DIM0_CHECK(p.bias == nullptr && (p.added == nullptr || p.beta == 0) && !ResultHasGaps(p));
     if (p.beta == 1) return absl::OkStatus();
     DIM0_CHECK(p.beta == 0);
     return ToStatus(cudaMemsetAsync(p.c, 0, p.batch * p.m * p.n * SizeOf(p.c_type), stream),

@@ -18,8 +18,8 @@
 namespace dim0::cuda {
 
 // c = alpha op(a) op(b) + beta `added`, op(a) being [m, k], op(b) [k, n] and c [m, n], row-major
-// without gaps; then, if asked for, + bias, and GELU in its tanh form or its derivative. Sums are
-// in float32. All pointers are device memory; any of m, n, k may be 0.
+// without gaps where not said otherwise; then, if asked for, + bias, and GELU in its tanh form or
+// its derivative. Sums are in float32. All pointers are device memory; any of m, n, k may be 0.
 struct Product {
   int64_t m = 0, n = 0, k = 0;
   bool transpose_a = false, transpose_b = false;  // a is [k, m] in memory; b is [n, k]
@@ -30,17 +30,20 @@ struct Product {
   const void* b = nullptr;
   void* c = nullptr;
   const void* added = nullptr;  // [m, n] of c_type, c itself if null; not read with beta 0
-  int64_t a_row_length = 0;     // elements from one row of `a` to the next; 0: they have no gaps
   // So many products; the matrices of each kind lie one after another. Nothing below with more than
   // one.
   int64_t batch = 1;
+  // Elements from one row in memory to the next of `a`, and of c and `added`; 0: no gaps. What is
+  // in a gap is neither read nor written. c has none with k = 0, nor with GELU.
+  int64_t a_row_length = 0;
+  int64_t c_row_length = 0;
   const void* bias = nullptr;     // [n] of c_type
   void* before_gelu = nullptr;    // [m, n] of c_type: gets the result, and c GELU of it
   const void* gelu_at = nullptr;  // [m, n] of c_type: c is the result times GELU'(gelu_at)
 };
 
-// Whether cuBLASLt takes the product's before_gelu or gelu_at, which need aligned rows; where not,
-// the caller runs a kernel of its own behind the product.
+// Whether the product's before_gelu or gelu_at are taken, which need aligned rows; where not, the
+// caller runs a kernel of its own behind the product.
 bool CanFuseGelu(const Product& product);
 
 // Runs products on one stream at a time: they share a workspace, which is this object's own and is
@@ -61,7 +64,7 @@ class MatMul {
 
  private:
   // What a choice of algorithm depends on.
-  using Key = std::array<int64_t, 18>;
+  using Key = std::array<int64_t, 19>;
   struct Plan;
 
   MatMul() = default;

@@ -281,6 +281,46 @@ TEST_F(MatMulTest, RowsOfTheFirstMatrixMayLieApart) {
   ExpectNear(product, Download(c), Reference(product, every_third, b.values, {}, {}), "");
 }
 
+TEST_F(MatMulTest, RowsOfTheResultMayLieApart) {
+  constexpr int64_t kRows = 5, kCols = 7, kLength = 64;
+  for (const Types types : kTypes) {
+    const Matrix a = Random(kRows * 6, types.in), b = Random(kCols * 6, types.in);
+    const Matrix bias = Random(kCols, types.out), added = Random(kRows * kLength, types.out);
+    for (const float beta : {0.0f, 1.0f}) {
+      const Matrix c = Random(kRows * kLength, types.out);
+      Product product = {.m = kRows,
+                         .n = kCols,
+                         .k = 6,
+                         .transpose_b = true,
+                         .beta = beta,
+                         .type = types.in,
+                         .c_type = types.out,
+                         .a = a.buffer.data(),
+                         .b = b.buffer.data(),
+                         .c = c.buffer.data(),
+                         .added = beta == 0 ? nullptr : added.buffer.data(),
+                         .c_row_length = kLength,
+                         .bias = bias.buffer.data()};
+      Run(product);
+      std::vector<double> begins, result, rest, old_rest;
+      const std::vector<double> now = Download(c);
+      for (int64_t i = 0; i < kRows * kLength; ++i) {
+        if (i % kLength < kCols) {
+          begins.push_back(added.values[i]);
+          result.push_back(now[i]);
+        } else {
+          rest.push_back(now[i]);
+          old_rest.push_back(c.values[i]);
+        }
+      }
+      ExpectNear(product, result, Reference(product, a.values, b.values, begins, bias.values), "");
+      EXPECT_EQ(rest, old_rest);
+      product.before_gelu = c.buffer.data();
+      EXPECT_FALSE(CanFuseGelu(product));
+    }
+  }
+}
+
 TEST_F(MatMulTest, ASumOfNothingIsZeroOrWhatWasThere) {
   for (const float beta : {0.0f, 1.0f}) {
     const Matrix c = Random(12, DType::kFloat32);
