@@ -51,6 +51,7 @@
 #include "absl/types/span.h"
 #include "collectives/call_errors.h"
 #include "collectives/communicator.h"
+#include "collectives/cuda_status.h"
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
 #include "collectives/nccl/arithmetic.h"
@@ -77,14 +78,6 @@ static_assert(NCCL_VERSION_CODE >= NCCL_VERSION(2, 26, 0), "NCCL 2.26 or later")
   do {                                                                      \
     if (absl::Status status_ = (expression); !status_.ok()) return status_; \
   } while (false)
-
-absl::Status CudaStatus(cudaError_t error, absl::string_view what) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  const std::string text =
-      absl::StrCat(what, ": ", cudaGetErrorName(error), ", ", cudaGetErrorString(error));
-  return error == cudaErrorMemoryAllocation ? absl::ResourceExhaustedError(text)
-                                            : absl::InternalError(text);
-}
 
 // `comm` may be null.
 absl::Status NcclStatus(ncclResult_t result, ncclComm_t comm, absl::string_view what) {
@@ -278,8 +271,8 @@ class World {
       }
     }
     cudaEvent_t event = nullptr;
-    RETURN_IF_ERROR(CudaStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
-                               "an event for NCCL's calls"));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaEventCreateWithFlags(&event, cudaEventDisableTiming),
+                                   "an event for NCCL's calls"));
     end.events.push_back(event);
     return event;
   }
@@ -383,9 +376,9 @@ class World {
       const auto passed = [&](cudaEvent_t event) -> absl::StatusOr<bool> {
         const cudaError_t error = cudaEventQuery(event);
         if (error == cudaErrorNotReady) return false;
-        RETURN_IF_ERROR(
-            CudaStatus(error, absl::StrCat(call.text, " as call ", call.sequence, " on channel '",
-                                           end.channel, "' on rank ", end.rank)));
+        RETURN_IF_ERROR(cuda::ToStatus(
+            error, absl::StrCat(call.text, " as call ", call.sequence, " on channel '", end.channel,
+                                "' on rank ", end.rank)));
         return true;
       };
       const absl::StatusOr<bool> ended = passed(first.end);
@@ -597,7 +590,7 @@ class NcclCommunicator final : public Communicator {
     return Run(call, fingerprint, {}, [&](cudaStream_t stream) -> absl::Status {
       for (const ReduceScatterPart& part : parts) {
         if (!part.accumulate) continue;
-        RETURN_IF_ERROR(CudaStatus(
+        RETURN_IF_ERROR(cuda::ToStatus(
             cuda::LaunchAddTo(dtype, part.recv, At(part.send, dtype, offset_of(part, rank())),
                               part.counts[rank()], stream),
             "adding to a reduce-scatter"));
@@ -637,20 +630,20 @@ class NcclCommunicator final : public Communicator {
         });
       }
       RETURN_IF_ERROR(
-          CudaStatus(cudaStreamWaitEvent(stream, end_->keys_free, 0), "the keys of a maximum"));
+          cuda::ToStatus(cudaStreamWaitEvent(stream, end_->keys_free, 0), "the keys of a maximum"));
       for (int64_t done = 0; done < count; done += kKeys) {
         const int64_t n = std::min(kKeys, count - done);
         void* const values = At(data, dtype, done);
-        RETURN_IF_ERROR(CudaStatus(cuda::LaunchToKeys(dtype, values, end_->keys, n, stream),
-                                   "the keys of a maximum"));
+        RETURN_IF_ERROR(cuda::ToStatus(cuda::LaunchToKeys(dtype, values, end_->keys, n, stream),
+                                       "the keys of a maximum"));
         RETURN_IF_ERROR(Group([&] {
           return Check(
               ncclAllReduce(end_->keys, end_->keys, n, ncclInt32, ncclMax, end_->comm, stream));
         }));
-        RETURN_IF_ERROR(CudaStatus(cuda::LaunchFromKeys(dtype, end_->keys, values, n, stream),
-                                   "the values of a maximum"));
+        RETURN_IF_ERROR(cuda::ToStatus(cuda::LaunchFromKeys(dtype, end_->keys, values, n, stream),
+                                       "the values of a maximum"));
       }
-      return CudaStatus(cudaEventRecord(end_->keys_free, stream), "the keys of a maximum");
+      return cuda::ToStatus(cudaEventRecord(end_->keys_free, stream), "the keys of a maximum");
     });
   }
 
@@ -743,9 +736,9 @@ class NcclCommunicator final : public Communicator {
     const ConstSegment& kept = send[rank()];
     if (kept.count > 0 && kept.data != recv[rank()].data) {
       RETURN_IF_ERROR(
-          CudaStatus(cudaMemcpyAsync(recv[rank()].data, kept.data, kept.count * SizeOf(dtype),
-                                     cudaMemcpyDeviceToDevice, stream),
-                     "a rank's copy to itself"));
+          cuda::ToStatus(cudaMemcpyAsync(recv[rank()].data, kept.data, kept.count * SizeOf(dtype),
+                                         cudaMemcpyDeviceToDevice, stream),
+                         "a rank's copy to itself"));
     }
     return Group([&] {
       for (int r = 0; r < world_size(); ++r) {
@@ -782,7 +775,7 @@ class NcclCommunicator final : public Communicator {
   }
 
   absl::Status Enqueue(cudaStream_t stream, const Body& body) {
-    RETURN_IF_ERROR(CudaStatus(cudaSetDevice(end_->device), "the rank's GPU"));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaSetDevice(end_->device), "the rank's GPU"));
     if (!connected_) RETURN_IF_ERROR(Connect(stream));
     Enqueued enqueued = {call_.sequence, std::string(call_.text)};
     absl::StatusOr<cudaEvent_t> begin = world_->NewEvent(*end_);
@@ -791,9 +784,10 @@ class NcclCommunicator final : public Communicator {
     if (!end.ok()) return end.status();
     enqueued.begin = *begin;
     enqueued.end = *end;
-    RETURN_IF_ERROR(CudaStatus(cudaEventRecord(enqueued.begin, stream), "an event before a call"));
+    RETURN_IF_ERROR(
+        cuda::ToStatus(cudaEventRecord(enqueued.begin, stream), "an event before a call"));
     RETURN_IF_ERROR(body(stream));
-    RETURN_IF_ERROR(CudaStatus(cudaEventRecord(enqueued.end, stream), "an event after a call"));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaEventRecord(enqueued.end, stream), "an event after a call"));
     world_->Add(*end_, std::move(enqueued));
     return absl::OkStatus();
   }
@@ -808,7 +802,7 @@ class NcclCommunicator final : public Communicator {
     if (rank() == 0) RETURN_IF_ERROR(NcclStatus(ncclGetUniqueId(&mine.id), nullptr, "unique id"));
     cudaDeviceProp properties;
     RETURN_IF_ERROR(
-        CudaStatus(cudaGetDeviceProperties(&properties, end_->device), "the rank's GPU"));
+        cuda::ToStatus(cudaGetDeviceProperties(&properties, end_->device), "the rank's GPU"));
     static_assert(sizeof(mine.gpu) == sizeof(properties.uuid));
     std::memcpy(mine.gpu.data(), &properties.uuid, sizeof(properties.uuid));
 
@@ -845,12 +839,12 @@ class NcclCommunicator final : public Communicator {
     const std::string memory = absl::StrCat("memory for channel '", name(), "'");
     constexpr size_t kBytes = (kKeys + 1) * sizeof(int32_t);
     void* keys = nullptr;
-    RETURN_IF_ERROR(CudaStatus(cudaMalloc(&keys, kBytes), memory));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaMalloc(&keys, kBytes), memory));
     end_->keys = static_cast<int32_t*>(keys);
-    RETURN_IF_ERROR(CudaStatus(cudaMemsetAsync(keys, 0, kBytes, stream), memory));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaMemsetAsync(keys, 0, kBytes, stream), memory));
     RETURN_IF_ERROR(
-        CudaStatus(cudaEventCreateWithFlags(&end_->keys_free, cudaEventDisableTiming), memory));
-    RETURN_IF_ERROR(CudaStatus(cudaEventRecord(end_->keys_free, stream), memory));
+        cuda::ToStatus(cudaEventCreateWithFlags(&end_->keys_free, cudaEventDisableTiming), memory));
+    RETURN_IF_ERROR(cuda::ToStatus(cudaEventRecord(end_->keys_free, stream), memory));
     // A rank that has gone ahead must not keep its GPU busy waiting for one that still allocates:
     // in one process the driver may have the one wait for the other.
     RETURN_IF_ERROR(meet(host_->Barrier(meeting)));
@@ -970,7 +964,7 @@ absl::Status CheckDevices(absl::Span<const std::unique_ptr<ProcessGroup>> hosts,
                                                    " CUDA devices; each rank needs one"));
   }
   int available = 0;
-  RETURN_IF_ERROR(CudaStatus(cudaGetDeviceCount(&available), "counting the GPUs"));
+  RETURN_IF_ERROR(cuda::ToStatus(cudaGetDeviceCount(&available), "counting the GPUs"));
   for (size_t i = 0; i < devices.size(); ++i) {
     if (devices[i] < 0 || devices[i] >= available) {
       return absl::InvalidArgumentError(

@@ -16,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "collectives/communicator.h"
+#include "collectives/cuda_status.h"
 #include "collectives/dtype.h"
 #include "collectives/ledger.h"
 #include "collectives/process_group.h"
@@ -25,11 +26,6 @@ namespace {
 
 int64_t Sum(absl::Span<const int64_t> counts) {
   return std::accumulate(counts.begin(), counts.end(), int64_t{0});
-}
-
-absl::Status ToStatus(cudaError_t error) {
-  if (error == cudaSuccess) return absl::OkStatus();
-  return absl::InternalError(cudaGetErrorString(error));
 }
 
 class StagedCommunicator final : public Communicator {
@@ -42,7 +38,8 @@ class StagedCommunicator final : public Communicator {
         inner_(std::move(inner)),
         device_(device) {
     (void)cudaSetDevice(device_);
-    status_ = ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    status_ = cuda::ToStatus(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking),
+                             "a staging stream");
   }
 
   ~StagedCommunicator() override {
@@ -98,7 +95,7 @@ class StagedCommunicator final : public Communicator {
       return device;
     }
     void Keep(cudaError_t error) {
-      if (status_.ok()) status_ = ToStatus(error);
+      if (status_.ok()) status_ = cuda::ToStatus(error, "a staged copy");
     }
 
     const cudaStream_t stream_;
@@ -116,7 +113,7 @@ class StagedCommunicator final : public Communicator {
     on_stream.native_stream = stream_;
     on_stream.record = nullptr;  // this communicator fills it in
     absl::Status status = inner(on_stream);
-    const absl::Status passed = ToStatus(cudaStreamSynchronize(stream_));
+    const absl::Status passed = cuda::ToStatus(cudaStreamSynchronize(stream_), "a staged call");
     if (const std::shared_ptr<ProcessGroup> group = group_.lock();
         status.ok() && group != nullptr) {
       status = group->Health();

@@ -7,10 +7,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "collectives/cuda_status.h"
 #include "model/cuda/launch.h"
 #include "runtime/check.h"
 #include "runtime/cuda/matmul.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

@@ -8,12 +8,12 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "collectives/cuda_status.h"
 #include "optim/cuda/kernels.h"
 #include "runtime/check.h"
 #include "runtime/cuda/element_type.h"
 #include "runtime/cuda/kernels.h"
 #include "runtime/cuda/matmul.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "collectives/cuda_status.h"
 #include "collectives/steady_clock.h"
 #include "runtime/check.h"
 #include "runtime/cuda/kernels.h"
-#include "runtime/cuda/status.h"
 #include "runtime/median.h"
 
 namespace dim0::cuda {

@@ -2,9 +2,9 @@
 
 #include <utility>
 
+#include "collectives/cuda_status.h"
 #include "collectives/steady_clock.h"
 #include "runtime/check.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

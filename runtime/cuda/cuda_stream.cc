@@ -7,8 +7,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "collectives/cuda_status.h"
 #include "runtime/check.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

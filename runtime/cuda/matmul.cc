@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "collectives/cuda_status.h"
 #include "runtime/check.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

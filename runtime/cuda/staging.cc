@@ -4,8 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "collectives/cuda_status.h"
 #include "runtime/check.h"
-#include "runtime/cuda/status.h"
 
 namespace dim0::cuda {
 namespace {

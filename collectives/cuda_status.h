@@ -1,6 +1,6 @@
 // CUDA's error codes as Status.
-#ifndef DIM0_RUNTIME_CUDA_STATUS_H_
-#define DIM0_RUNTIME_CUDA_STATUS_H_
+#ifndef DIM0_COLLECTIVES_CUDA_STATUS_H_
+#define DIM0_COLLECTIVES_CUDA_STATUS_H_
 
 #include <cuda_runtime.h>
 
@@ -15,4 +15,4 @@ absl::Status ToStatus(cudaError_t error, absl::string_view what);
 
 }  // namespace dim0::cuda
 
-#endif  // DIM0_RUNTIME_CUDA_STATUS_H_
+#endif  // DIM0_COLLECTIVES_CUDA_STATUS_H_

@@ -1,4 +1,4 @@
-#include "runtime/cuda/status.h"
+#include "collectives/cuda_status.h"
 
 #include "absl/strings/str_cat.h"
 
