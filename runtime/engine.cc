@@ -327,7 +327,8 @@ absl::Status Engine::Connect() {
                     });
     DIM0_RETURN_IF_ERROR(stream->Synchronize());
   }
-  return optimizer_ != nullptr ? optimizer_->Start() : absl::OkStatus();
+  if (optimizer_ != nullptr) DIM0_RETURN_IF_ERROR(optimizer_->Start());
+  return Settled(absl::OkStatus());
 }
 
 absl::Status Engine::Start(uint64_t seed) {
