@@ -13,18 +13,6 @@ namespace {
 // That of the widest element, and a cache line.
 constexpr int64_t kAlignment = 64;
 
-// For cudaLaunchHostFunc, which calls it when the copy to pinned memory has passed.
-struct HostCopy {
-  void* target;
-  const void* source;
-  int64_t bytes;
-};
-
-void RunHostCopy(void* argument) {
-  const std::unique_ptr<HostCopy> copy(static_cast<HostCopy*>(argument));
-  std::memcpy(copy->target, copy->source, copy->bytes);
-}
-
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Staging>> Staging::Create(std::shared_ptr<EventPool> events) {
@@ -41,6 +29,7 @@ Staging::~Staging() {
 }
 
 absl::StatusOr<Staging::Block> Staging::Take(int64_t bytes) {
+  DIM0_RETURN_IF_ERROR(failure_);
   Block block;
   block.begin = (next_ + kAlignment - 1) / kAlignment * kAlignment;
   const int64_t to_end = kRingBytes - block.begin % kRingBytes;
@@ -55,22 +44,32 @@ absl::StatusOr<Staging::Block> Staging::Take(int64_t bytes) {
   return block;
 }
 
+void Staging::RunHostCopy(void* host_copy) {
+  const auto& copy = *static_cast<const HostCopy*>(host_copy);
+  std::memcpy(copy.target, copy.source, copy.bytes);
+}
+
 absl::Status Staging::Release(Block block, cudaStream_t stream) {
-  DIM0_ASSIGN_OR_RETURN(block.free, events_->Record(stream));
-  blocks_.push_back(std::move(block));
-  return absl::OkStatus();
+  absl::StatusOr<std::shared_ptr<TimedEvent>> free = events_->Record(stream);
+  if (free.ok()) {
+    block.free = *std::move(free);
+  } else {
+    failure_ = free.status();
+  }
+  blocks_.push_back(std::move(block));  // in any case: the copy may be under way
+  return failure_;
 }
 
 absl::Status Staging::ToDevice(void* target, const void* source, int64_t bytes,
                                cudaStream_t stream) {
   for (int64_t done = 0; done < bytes; done += kLargestBlock) {
     const int64_t count = std::min(kLargestBlock, bytes - done);
-    DIM0_ASSIGN_OR_RETURN(const Block block, Take(count));
+    DIM0_ASSIGN_OR_RETURN(Block block, Take(count));
     std::memcpy(At(block), static_cast<const char*>(source) + done, count);
     DIM0_RETURN_IF_ERROR(ToStatus(cudaMemcpyAsync(static_cast<char*>(target) + done, At(block),
                                                   count, cudaMemcpyHostToDevice, stream),
                                   "copying to the GPU"));
-    DIM0_RETURN_IF_ERROR(Release(block, stream));
+    DIM0_RETURN_IF_ERROR(Release(std::move(block), stream));
   }
   return absl::OkStatus();
 }
@@ -78,17 +77,16 @@ absl::Status Staging::ToDevice(void* target, const void* source, int64_t bytes,
 absl::Status Staging::ToHost(void* target, const void* source, int64_t bytes, cudaStream_t stream) {
   for (int64_t done = 0; done < bytes; done += kLargestBlock) {
     const int64_t count = std::min(kLargestBlock, bytes - done);
-    DIM0_ASSIGN_OR_RETURN(const Block block, Take(count));
+    DIM0_ASSIGN_OR_RETURN(Block block, Take(count));
     DIM0_RETURN_IF_ERROR(
         ToStatus(cudaMemcpyAsync(At(block), static_cast<const char*>(source) + done, count,
                                  cudaMemcpyDeviceToHost, stream),
                  "copying from the GPU"));
-    auto copy =
+    block.copy =
         std::make_unique<HostCopy>(HostCopy{static_cast<char*>(target) + done, At(block), count});
-    DIM0_RETURN_IF_ERROR(
-        ToStatus(cudaLaunchHostFunc(stream, RunHostCopy, copy.get()), "copying from the GPU"));
-    (void)copy.release();  // RunHostCopy's now
-    DIM0_RETURN_IF_ERROR(Release(block, stream));
+    DIM0_RETURN_IF_ERROR(ToStatus(cudaLaunchHostFunc(stream, RunHostCopy, block.copy.get()),
+                                  "copying from the GPU"));
+    DIM0_RETURN_IF_ERROR(Release(std::move(block), stream));
   }
   return absl::OkStatus();
 }

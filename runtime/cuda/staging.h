@@ -37,16 +37,25 @@ class Staging {
   static constexpr int64_t kRingBytes = int64_t{32} << 20;
   static constexpr int64_t kLargestBlock = int64_t{4} << 20;
 
+  // From pinned memory, when the copy from the device has passed.
+  struct HostCopy {
+    void* target;
+    const void* source;
+    int64_t bytes;
+  };
+
   // Positions grow for ever; in memory they are taken modulo kRingBytes. No block crosses the end.
   struct Block {
     int64_t begin = 0, end = 0;
     std::shared_ptr<TimedEvent> free;  // from when on it may be used again
+    std::unique_ptr<HostCopy> copy;    // of a copy to the host
   };
 
   explicit Staging(std::shared_ptr<EventPool> events) : events_(std::move(events)) {}
 
   // A free block of at most kLargestBlock bytes, which is in use until its `free` has passed.
   absl::StatusOr<Block> Take(int64_t bytes);
+  static void RunHostCopy(void* host_copy);  // for cudaLaunchHostFunc
   char* At(const Block& block) const { return memory_ + block.begin % kRingBytes; }
   // The block is free behind what `stream` holds by now.
   absl::Status Release(Block block, cudaStream_t stream);
@@ -54,6 +63,7 @@ class Staging {
   const std::shared_ptr<EventPool> events_;
   char* memory_ = nullptr;
   int64_t next_ = 0;          // where the next block may begin
+  absl::Status failure_;      // it cannot be told when a block is free
   std::deque<Block> blocks_;  // in use, the oldest first
 };
 
