@@ -272,7 +272,7 @@ class Scheduler {
     std::fprintf(stderr, "simt: %s%s: %s\n", run_->name.c_str(), where.c_str(), what.c_str());
   }
 
-  // From the first to the last byte of it.
+  // From the first to the last byte of it, and from a multiple of 64 on.
   std::span<unsigned char> AllSharedMemory() const {
     unsigned char* first = cuda::dynamic_shared_memory;
     unsigned char* last = first + kMaxSharedBytes;
@@ -280,6 +280,7 @@ class Scheduler {
       first = std::min(first, memory.data());
       last = std::max(last, memory.data() + memory.size());
     }
+    first -= reinterpret_cast<uintptr_t>(first) % 64;
     return {first, last};
   }
 

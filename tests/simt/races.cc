@@ -10,7 +10,8 @@
 namespace dim0::simt {
 namespace {
 
-// What has happened to a byte. Times are those of `now`.
+// What has happened to a byte, or to a word that has been accessed as a whole only. Times are those
+// of `now`.
 struct Cell {
   uint32_t written = 0;  // when last
   uint32_t read = 0;     // when last
@@ -22,7 +23,10 @@ struct Cell {
 constexpr size_t kWarps = 32;
 constexpr uint32_t kLate = uint32_t{1} << 31;
 
-std::vector<Cell> cells;
+constexpr size_t kWord = 4;
+
+std::vector<Cell> cells;     // a byte each; of a word that is not split, the first one counts
+std::vector<char> is_split;  // of each word, in this grid
 // Steps with each thing that orders accesses: what happened before one has an earlier time.
 uint32_t now = 1;
 uint32_t block_ordered = 1;
@@ -33,46 +37,69 @@ thread_local const unsigned char* watched = nullptr;
 thread_local size_t watched_bytes = 0;
 bool has_calls = false;
 
-void Record(size_t offset, int bytes, bool writes, const void* code) {
-  const int thread = RunningThread();
-  if (thread < 0) return;
+// Returns false, having reported it, if the access races with one before.
+inline bool Check(Cell& cell, int thread, const Race& access) {
   const int warp = thread / 32;
   const uint32_t lane = uint32_t{1} << thread % 32;
   const uint32_t ordered = warp_ordered[warp];
-  const Cell* const end = cells.data() + std::min(cells.size(), offset + bytes);
-  for (Cell* cell = cells.data() + offset; cell < end; ++cell) {
-    if (cell->written >= block_ordered && cell->writer != thread &&
-        (cell->writer / 32 != warp || cell->written >= ordered)) {
-      return ReportRace({code, writes, bytes, true, cell->writer});
+  const auto fail = [&](bool other_wrote, int other) {
+    Race race = access;
+    race.other_wrote = other_wrote;
+    race.other_thread = other;
+    ReportRace(race);
+    return false;
+  };
+  if (cell.written >= block_ordered && cell.writer != thread &&
+      (cell.writer / 32 != warp || cell.written >= ordered)) {
+    return fail(true, cell.writer);
+  }
+  const bool was_read = cell.read >= block_ordered;
+  const bool by_this_warp = cell.lanes != 0 && cell.reader / 32 == warp;
+  if (access.writes) {
+    if (was_read && !by_this_warp) return fail(false, cell.lanes != 0 ? cell.reader : -1);
+    const uint32_t others = cell.lanes & ~lane;
+    if (was_read && cell.read >= ordered && others != 0) {
+      return fail(false, warp * 32 + std::countr_zero(others));
     }
-    const bool was_read = cell->read >= block_ordered;
-    const bool by_this_warp = cell->lanes != 0 && cell->reader / 32 == warp;
-    if (writes) {
-      if (was_read && !by_this_warp) {
-        return ReportRace({code, writes, bytes, false, cell->lanes != 0 ? cell->reader : -1});
+    cell.written = now;
+    cell.writer = static_cast<uint16_t>(thread);
+    return true;
+  }
+  if (!was_read || by_this_warp) {
+    cell.lanes = was_read && cell.read >= ordered ? cell.lanes | lane : lane;
+    cell.reader = static_cast<uint16_t>(thread);
+  } else {
+    cell.lanes = 0;
+  }
+  cell.read = now;
+  return true;
+}
+
+void Record(size_t offset, size_t bytes, bool writes, const void* code) {
+  const int thread = RunningThread();
+  if (thread < 0) return;
+  const Race access = {code, writes, static_cast<int>(bytes), false, -1};
+  const size_t end = std::min(watched_bytes, offset + bytes);
+  while (offset < end) {
+    const size_t word = offset / kWord, first = word * kWord;
+    if (!is_split[word]) {
+      if (offset == first && end - offset >= kWord) {
+        if (!Check(cells[first], thread, access)) return;
+        offset += kWord;
+        continue;
       }
-      const uint32_t others = cell->lanes & ~lane;
-      if (was_read && cell->read >= ordered && others != 0) {
-        return ReportRace({code, writes, bytes, false, warp * 32 + std::countr_zero(others)});
-      }
-      cell->written = now;
-      cell->writer = static_cast<uint16_t>(thread);
-    } else {
-      if (!was_read || by_this_warp) {
-        cell->lanes = was_read && cell->read >= ordered ? cell->lanes | lane : lane;
-        cell->reader = static_cast<uint16_t>(thread);
-      } else {
-        cell->lanes = 0;
-      }
-      cell->read = now;
+      is_split[word] = true;
+      for (size_t i = 1; i < kWord; ++i) cells[first + i] = cells[first];
     }
+    if (!Check(cells[offset++], thread, access)) return;
   }
 }
 
 }  // namespace
 
 void WatchForRaces(std::span<unsigned char> shared) {
-  if (cells.size() < shared.size()) cells.resize(shared.size());
+  is_split.assign(shared.size() / kWord + 1, false);
+  if (cells.size() < kWord * is_split.size()) cells.resize(kWord * is_split.size());
   watched = shared.data();
   watched_bytes = shared.size();
 }
@@ -101,7 +128,7 @@ inline void Access(const void* address, size_t bytes, bool writes, const void* c
   using namespace dim0::simt;
   const size_t offset = static_cast<const unsigned char*>(address) - watched;
   if (offset >= watched_bytes) return;
-  Record(offset, static_cast<int>(bytes), writes, code);
+  Record(offset, bytes, writes, code);
 }
 
 }  // namespace
