@@ -26,9 +26,12 @@ _EMULATED_COPTS = [
     "-Wno-unknown-pragmas",
 ]
 
-# Calls the emulator at every access to memory, which so finds races (tests/simt/races.h). No compiler lets other
-# sanitizers do so at the same time.
-_RACE_COPTS = ["-fsanitize=thread"]
+# Calls the emulator at every access to memory, which so finds races where DIM0_SIMT_RACES=1 (tests/simt/races.h). Not
+# together with other sanitizers.
+_RACE_COPTS = [
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+]
 
 # Of kernels that are always for the emulator: its own tests.
 EMULATED_COPTS = _EMULATED_COPTS + select({
