@@ -19,6 +19,7 @@
 
 #include "simt/collective.h"
 #include "tests/simt/memory.h"
+#include "tests/simt/races.h"
 #include "tests/simt/symbols.h"
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -119,6 +120,7 @@ class Scheduler {
     threads_.resize(static_cast<size_t>(run.block.x) * run.block.y * run.block.z);
     warps_.resize((threads_.size() + 31) / 32);
     if (shared_.empty()) shared_ = StaticSharedMemory();
+    WatchForRaces(run.find_races ? AllSharedMemory() : std::span<unsigned char>());
     const uint64_t blocks = static_cast<uint64_t>(run.grid.x) * run.grid.y * run.grid.z;
     // A step that has no divisor in common with the number of blocks visits each of them once.
     uint64_t at = 0, step = 1;
@@ -143,6 +145,7 @@ class Scheduler {
   }
 
   bool running() const { return running_ >= 0; }
+  int running_thread() const { return static_cast<int>(running_); }
   int lane() const { return running_ & 31; }
 
   int Barrier(bool predicate, Location where) {
@@ -161,6 +164,7 @@ class Scheduler {
         count_ += thread.predicate;
       }
       at_barrier_ = 0;
+      OrderBlock();
       for (size_t i = 0; i < threads_.size(); ++i) Release(i);
     } else {
       Suspend();
@@ -168,7 +172,8 @@ class Scheduler {
     return count_;
   }
 
-  void Meet(unsigned mask, void* lane_data, WarpComplete complete, Location where) {
+  void Meet(unsigned mask, bool orders_memory, void* lane_data, WarpComplete complete,
+            Location where) {
     Thread& self = threads_[running_];
     if (!(mask >> lane() & 1)) {
       Throw(cudaErrorLaunchFailure, "is not in its own mask at " + Place(where));
@@ -197,6 +202,7 @@ class Scheduler {
       lanes[i] = thread.lane_data;
     }
     if (complete) complete(lanes);
+    if (orders_memory) OrderWarp(first / 32);
     arrived &= ~mask;
     for (int i = 0; i < 32; ++i) {
       if (mask >> i & 1) Release(first + i);
@@ -206,6 +212,25 @@ class Scheduler {
   [[noreturn]] void Throw(cudaError_t error, const std::string& what) {
     Report(error, what);
     throw Aborted();
+  }
+
+  // The running thread goes on: it is in the middle of an access, from where nothing can be thrown.
+  void ReportRace(const Race& race) {
+    const Thread& self = threads_[running_];
+    const auto since = [](const Thread& thread) {
+      return thread.where.line() == 0 ? "since the start" : "since " + Place(thread.where);
+    };
+    std::string what = std::string(race.writes ? "writes " : "reads ") +
+                       std::to_string(race.bytes) + " bytes of shared memory (in " +
+                       FunctionName(race.code) + ", " + since(self) + ") that ";
+    if (race.other_thread < 0) {
+      what += "other warps have read";
+    } else {
+      const Thread& other = threads_[race.other_thread];
+      what += "thread " + ThreadName(race.other_thread) +
+              (race.other_wrote ? " has written (" : " has read (") + since(other) + ")";
+    }
+    Report(cudaErrorLaunchFailure, what + ", and no barrier orders the two");
   }
 
   // Instead of the thread that has faulted, which never goes on.
@@ -247,6 +272,18 @@ class Scheduler {
     std::fprintf(stderr, "simt: %s%s: %s\n", run_->name.c_str(), where.c_str(), what.c_str());
   }
 
+  // From the first to the last byte of it, and from a multiple of 64 on.
+  std::span<unsigned char> AllSharedMemory() const {
+    unsigned char* first = cuda::dynamic_shared_memory;
+    unsigned char* last = first + kMaxSharedBytes;
+    for (const std::span<unsigned char> memory : shared_) {
+      first = std::min(first, memory.data());
+      last = std::max(last, memory.data() + memory.size());
+    }
+    first -= reinterpret_cast<uintptr_t>(first) % 64;
+    return {first, last};
+  }
+
   void Release(size_t thread) {
     threads_[thread].state = State::kReady;
     if (static_cast<int64_t>(thread) == running_) {
@@ -260,6 +297,7 @@ class Scheduler {
     for (Thread& thread : threads_) thread = Thread();
     for (unsigned& arrived : warps_) arrived = 0;
     at_barrier_ = 0;
+    OrderBlock();
     ready_.clear();
     next_ready_ = 0;
     order_.resize(threads_.size());
@@ -581,10 +619,16 @@ void BlockBarrier(Location where) { Scheduler::Get().Barrier(false, where); }
 int BlockCount(bool predicate, Location where) {
   return Scheduler::Get().Barrier(predicate, where);
 }
+void WarpBarrier(unsigned mask, Location where) {
+  Scheduler::Get().Meet(mask, /*orders_memory=*/true, nullptr, nullptr, where);
+}
 void MeetWarp(unsigned mask, void* lane_data, WarpComplete complete, Location where) {
-  Scheduler::Get().Meet(mask, lane_data, complete, where);
+  Scheduler::Get().Meet(mask, /*orders_memory=*/false, lane_data, complete, where);
 }
 int Lane() { return Scheduler::Get().lane(); }
+
+int RunningThread() { return Scheduler::Get().running_thread(); }
+void ReportRace(const Race& race) { Scheduler::Get().ReportRace(race); }
 
 void Fail(Fault fault, const std::string& what, Location where) {
   const cudaError_t error = fault == Fault::kMisalignedAddress ? cudaErrorMisalignedAddress

@@ -25,6 +25,7 @@ struct GridRun {
   std::function<void()> thread;
   ThreadOrder order = ThreadOrder::kShuffled;
   uint64_t seed = 0;
+  bool find_races = false;
 };
 
 // Returns the error by which the grid has failed, having said on standard error what and where.

@@ -5,6 +5,7 @@
 //   DIM0_SIMT_SHARED     bytes of shared memory a block may opt into (166912, as capability 8.0)
 //   DIM0_SIMT_ORDER      in which order a block's threads run: shuffled, forward or reverse
 //   (shuffled) DIM0_SIMT_SEED       of the shuffle and of the choice among streams (1)
+//   DIM0_SIMT_RACES      1: kernels that race on shared memory fail, in whatever order; slower (0)
 //   DIM0_SIMT_LAZY       1: no stream advances until a host thread blocks or polls (0)
 //   DIM0_SIMT_NCCL_IN_ORDER
 //                        1: a device runs one NCCL operation at a time, in the order in which the
@@ -27,6 +28,7 @@ struct Settings {
   int shared_bytes = 166912;
   ThreadOrder order = ThreadOrder::kShuffled;
   uint64_t seed = 1;
+  bool races = false;  // on shared memory are found, and fail the kernel
   bool lazy = false;
   bool nccl_in_order = false;
 };
@@ -34,6 +36,9 @@ struct Settings {
 Settings GetSettings();
 // Takes effect for what is enqueued from now on; the number of devices, with Reset.
 void SetSettings(const Settings& settings);
+
+// False where the kernels have not been compiled for it, as under a sanitizer: no race is found.
+bool FindsRaces();
 
 // Calls of the CUDA runtime, cuBLASLt and NCCL so far.
 int64_t CallCount();

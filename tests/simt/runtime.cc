@@ -69,6 +69,7 @@ Settings SettingsFromEnvironment() {
   settings.shared_bytes = static_cast<int>(EnvironmentNumber(
       "DIM0_SIMT_SHARED", settings.shared_bytes, kStaticSharedBytes, kMaxSharedBytes - 1024));
   settings.seed = EnvironmentNumber("DIM0_SIMT_SEED", 1, 0, std::numeric_limits<int64_t>::max());
+  settings.races = EnvironmentNumber("DIM0_SIMT_RACES", 0, 0, 1) == 1;
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
   settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
@@ -543,6 +544,7 @@ cudaError_t LaunchKernel(const cudaLaunchConfig_t& config, const void* kernel,
                             : std::max<size_t>(limit->second, kStaticSharedBytes);
     if (config.dynamicSmemBytes > most) return SetLastError(cudaErrorInvalidValue);
     run.order = runtime.settings.order;
+    run.find_races = runtime.settings.races;
     run.seed = runtime.settings.seed;
   }
   run.name = FunctionName(kernel);

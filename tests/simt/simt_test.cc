@@ -77,14 +77,16 @@ class SimtTest : public testing::Test {
     simt::Reset();
   }
 
-  // Runs `run` for many ways in which threads can be ordered.
-  static void ForOrders(const std::function<void()>& run) {
+  // Runs `run` for many ways in which threads can be ordered. Without `races`, kernels that race on
+  // shared memory go on.
+  static void ForOrders(const std::function<void()>& run, bool races = true) {
     for (const auto order :
          {simt::ThreadOrder::kForward, simt::ThreadOrder::kReverse, simt::ThreadOrder::kShuffled}) {
       for (uint64_t seed = 1; seed <= (order == simt::ThreadOrder::kShuffled ? 8 : 1); ++seed) {
         simt::Settings settings;
         settings.order = order;
         settings.seed = seed;
+        settings.races = races;
         simt::SetSettings(settings);
         SCOPED_TRACE(testing::Message()
                      << "order " << static_cast<int>(order) << ", seed " << seed);
@@ -192,12 +194,14 @@ TEST_F(SimtTest, AMissingBarrierShowsInEveryOrder) {
   std::vector<int> in(256), expected(256);
   for (int i = 0; i < 256; ++i) in[i] = 3 * i;
   for (int i = 0; i < 256; ++i) expected[i] = in[255 - i];
-  ForOrders([&] {
-    Array<int> from(in), to(256);
-    ASSERT_EQ(Launch(ReverseWithoutBarrier, dim3(1), dim3(256), 0, from.data(), to.data()),
-              cudaSuccess);
-    EXPECT_NE(to.Read(), expected);
-  });
+  ForOrders(
+      [&] {
+        Array<int> from(in), to(256);
+        ASSERT_EQ(Launch(ReverseWithoutBarrier, dim3(1), dim3(256), 0, from.data(), to.data()),
+                  cudaSuccess);
+        EXPECT_NE(to.Read(), expected);
+      },
+      /*races=*/false);
 }
 
 // Each round's values are overwritten by the next round's: without the barrier at the end of a
@@ -216,14 +220,16 @@ __global__ void Rounds(int* out, bool barrier_at_end) {
 
 TEST_F(SimtTest, AMissingBarrierAtTheEndOfALoopShows) {
   int found = 0, tries = 0;
-  ForOrders([&] {
-    Array<int> right(64), wrong(64);
-    ASSERT_EQ(Launch(Rounds, dim3(1), dim3(64), 0, right.data(), true), cudaSuccess);
-    EXPECT_EQ(right.Read(), std::vector<int>(64, 4));
-    ASSERT_EQ(Launch(Rounds, dim3(1), dim3(64), 0, wrong.data(), false), cudaSuccess);
-    found += wrong.Read() != std::vector<int>(64, 4);
-    ++tries;
-  });
+  ForOrders(
+      [&] {
+        Array<int> right(64), wrong(64);
+        ASSERT_EQ(Launch(Rounds, dim3(1), dim3(64), 0, right.data(), true), cudaSuccess);
+        EXPECT_EQ(right.Read(), std::vector<int>(64, 4));
+        ASSERT_EQ(Launch(Rounds, dim3(1), dim3(64), 0, wrong.data(), false), cudaSuccess);
+        found += wrong.Read() != std::vector<int>(64, 4);
+        ++tries;
+      },
+      /*races=*/false);
   EXPECT_GE(found, tries - 2);
 }
 
@@ -237,14 +243,17 @@ __global__ void ExchangeThroughMemory(int* out, bool sync) {
 TEST_F(SimtTest, LanesOfAWarpDoNotRunInStep) {
   std::vector<int> expected(32);
   for (int i = 0; i < 32; ++i) expected[i] = i ^ 1;
-  ForOrders([&] {
-    Array<int> right(32), wrong(32);
-    ASSERT_EQ(Launch(ExchangeThroughMemory, dim3(1), dim3(32), 0, right.data(), true), cudaSuccess);
-    EXPECT_EQ(right.Read(), expected);
-    ASSERT_EQ(Launch(ExchangeThroughMemory, dim3(1), dim3(32), 0, wrong.data(), false),
-              cudaSuccess);
-    EXPECT_NE(wrong.Read(), expected);
-  });
+  ForOrders(
+      [&] {
+        Array<int> right(32), wrong(32);
+        ASSERT_EQ(Launch(ExchangeThroughMemory, dim3(1), dim3(32), 0, right.data(), true),
+                  cudaSuccess);
+        EXPECT_EQ(right.Read(), expected);
+        ASSERT_EQ(Launch(ExchangeThroughMemory, dim3(1), dim3(32), 0, wrong.data(), false),
+                  cudaSuccess);
+        EXPECT_NE(wrong.Read(), expected);
+      },
+      /*races=*/false);
 }
 
 __global__ void CountPredicates(int* out) {
@@ -364,6 +373,164 @@ TEST_F(SimtTest, AtomicsCountEveryThread) {
     EXPECT_EQ(counters.Read()[0], 150u % 10);
     EXPECT_EQ(counters.Read()[1], 1u);
     EXPECT_EQ(total.Read()[0], 75.0f);
+  });
+}
+
+// ---- Races. Each kernel is right with `barrier`; without, its results are right all the same on
+// the emulator, in every order of the threads, or nearly so.
+
+// The sums of a block's warps, round after round, in one array: a warp that is ahead writes the
+// next round's sum over one that others have still to read.
+__global__ void SumsInOneArray(int* out, bool barrier) {
+  __shared__ int sums[2];
+  int total = 0;
+  for (int round = 0; round < 3; ++round) {
+    const int sum = __reduce_add_sync(0xffffffffu, round);
+    if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+    __syncthreads();
+    total += sums[0] + sums[1];
+    if (barrier) __syncthreads();
+  }
+  out[threadIdx.x] = total;
+}
+
+// What one warp reads alone is written by all, in the next round, before it has read it.
+__global__ void MasksForOneWarp(int* out, bool barrier) {
+  __shared__ unsigned masks[2];
+  int total = 0;
+  for (int round = 0; round < 3; ++round) {
+    const unsigned mask = __ballot_sync(0xffffffffu, 1);
+    if (threadIdx.x % 32 == 0) masks[threadIdx.x / 32] = mask;
+    __syncthreads();
+    if (threadIdx.x < 32) total += __popc(masks[threadIdx.x % 2]);
+    if (barrier) __syncthreads();
+  }
+  out[threadIdx.x] = total;
+}
+
+// The shuffle makes lanes wait for each other here, and on a GPU as well, but it orders no memory.
+__global__ void ShuffleForBarrier(int* out, bool barrier) {
+  __shared__ int values[64];
+  const int thread = static_cast<int>(threadIdx.x);
+  values[thread] = thread;
+  if (barrier) __syncwarp();
+  const int one = __shfl_xor_sync(0xffffffffu, 1, 1);
+  out[thread] = values[thread ^ 1] * one;
+}
+// The same where the read comes first.
+__global__ void ShuffleBeforeWrite(int* out, bool barrier) {
+  __shared__ int values[64];
+  const int thread = static_cast<int>(threadIdx.x);
+  values[thread] = thread;
+  __syncthreads();
+  const int other = __shfl_sync(0xffffffffu, values[thread ^ 1], thread % 32);
+  if (barrier) __syncwarp();
+  values[thread] = 0;
+  out[thread] = other;
+}
+
+// All write the same.
+__global__ void SameValue(int* out, bool barrier) {
+  __shared__ int value;
+  if (!barrier || threadIdx.x == 0) value = 5;
+  __syncthreads();
+  out[threadIdx.x] = value;
+}
+
+// A warp's own barrier is not enough between warps.
+__global__ void OtherWarps(int* out, bool barrier) {
+  auto* values = reinterpret_cast<int*>(DynamicSharedMemory());
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < 32) values[thread] = 1;
+  __syncwarp();
+  if (barrier) __syncthreads();
+  // Reads nothing of importance.
+  out[thread] = values[thread % 32] == 12345 ? 1 : thread;
+}
+
+__global__ void Tiles(float* out, bool barrier) {
+  auto* tile = reinterpret_cast<float*>(DynamicSharedMemory());
+  nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> ones;
+  nvcuda::wmma::fill_fragment(ones, 1.0f);
+  nvcuda::wmma::store_matrix_sync(tile, ones, 16, nvcuda::wmma::mem_row_major);
+  if (barrier) __syncwarp();
+  nvcuda::wmma::load_matrix_sync(ones, tile, 16, nvcuda::wmma::mem_col_major);
+  out[threadIdx.x] = ones.x[0];
+}
+
+TEST_F(SimtTest, RacesAreFoundInEveryOrderThoughResultsAreRight) {
+  if (!simt::FindsRaces()) GTEST_SKIP() << "races are not looked for under a sanitizer";
+  const auto check = [](auto kernel, auto zero, int threads, const std::string& what) {
+    using T = decltype(zero);
+    SCOPED_TRACE(what);
+    ForOrders([&] {
+      Array<T> out(threads);
+      ASSERT_EQ(Launch(kernel, dim3(3), dim3(threads), 1024, out.data(), true), cudaSuccess);
+      EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      EXPECT_THAT(ExpectFailure(cudaErrorLaunchFailure,
+                                [&] {
+                                  T* out = nullptr;
+                                  ASSERT_EQ(cudaMalloc(&out, threads * sizeof(T)), cudaSuccess);
+                                  Launch(kernel, dim3(3), dim3(threads), 1024, out, false);
+                                }),
+                  AllOf(HasSubstr(what), HasSubstr("no barrier orders the two")));
+    });
+  };
+  check(SumsInOneArray, 0, 64, "writes 4 bytes of shared memory");
+  check(MasksForOneWarp, 0, 64, "MasksForOneWarp");
+  check(ShuffleForBarrier, 0, 64, "reads 4 bytes of shared memory");
+  check(ShuffleBeforeWrite, 0, 64, "writes 4 bytes of shared memory");
+  check(SameValue, 0, 64, "writes 4 bytes of shared memory");
+  check(OtherWarps, 0, 64, "OtherWarps");
+  check(Tiles, 0.0f, 32, "load_matrix_sync");
+}
+
+TEST_F(SimtTest, NoOrderShowsSomeMissingBarriers) {
+  // Why races are looked for: these results are right.
+  ForOrders(
+      [&] {
+        std::vector<int> neighbours(64), own(64, 5);
+        for (int i = 0; i < 64; ++i) neighbours[i] = i ^ 1;
+        Array<int> out(64);
+        for (const auto kernel : {ShuffleForBarrier, ShuffleBeforeWrite}) {
+          ASSERT_EQ(Launch(kernel, dim3(1), dim3(64), 0, out.data(), false), cudaSuccess);
+          EXPECT_EQ(out.Read(), neighbours);
+        }
+        ASSERT_EQ(Launch(SameValue, dim3(1), dim3(64), 0, out.data(), false), cudaSuccess);
+        EXPECT_EQ(out.Read(), own);
+      },
+      /*races=*/false);
+}
+
+// Neighbouring bytes by different threads, each array for itself, counters that are atomic, threads
+// that have ended: nothing of it is a race.
+__global__ void NoRaces(int* out) {
+  __shared__ uint8_t bytes[64];
+  __shared__ unsigned count;
+  auto* dynamic = reinterpret_cast<uint16_t*>(DynamicSharedMemory());
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread == 0) count = 0;
+  bytes[thread] = static_cast<uint8_t>(thread);
+  dynamic[thread] = static_cast<uint16_t>(bytes[thread]);
+  __syncwarp();
+  int sum = bytes[thread ^ 5] + bytes[thread ^ 9] + dynamic[thread ^ 3];
+  sum += __syncthreads_count(1);
+  atomicAdd(&count, 1u);
+  __syncthreads();
+  sum += static_cast<int>(count) + bytes[63 - thread];
+  out[blockIdx.x * 64 + thread] = sum;
+}
+
+TEST_F(SimtTest, WhatBarriersOrderIsNoRace) {
+  std::vector<int> expected;
+  for (int i = 0; i < 3 * 64; ++i) {
+    const int thread = i % 64;
+    expected.push_back((thread ^ 5) + (thread ^ 9) + (thread ^ 3) + 64 + 64 + 63 - thread);
+  }
+  ForOrders([&] {
+    Array<int> out(3 * 64);
+    ASSERT_EQ(Launch(NoRaces, dim3(3), dim3(64), 128, out.data()), cudaSuccess);
+    EXPECT_EQ(out.Read(), expected);
   });
 }
 

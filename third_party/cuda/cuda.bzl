@@ -17,6 +17,28 @@ def if_cuda(yes, no):
 # For target_compatible_with: builds without CUDA skip the target.
 NEEDS_CUDA = if_cuda([], ["@platforms//:incompatible"])
 
+# How the host's compiler makes the emulator's code of kernels.
+_EMULATED_COPTS = [
+    # Where a GPU faults and a host's processor does not.
+    "-fsanitize=alignment,bounds",
+    "-fsanitize-undefined-trap-on-error",
+    # The host's compiler does not know #pragma unroll.
+    "-Wno-unknown-pragmas",
+]
+
+# Calls the emulator at every access to memory, which so finds races where DIM0_SIMT_RACES=1 (tests/simt/races.h). Not
+# together with other sanitizers.
+_RACE_COPTS = [
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+]
+
+# Of kernels that are always for the emulator: its own tests.
+EMULATED_COPTS = _EMULATED_COPTS + select({
+    "//third_party/cuda:sanitizer": [],
+    "//conditions:default": _RACE_COPTS,
+})
+
 def _cuda_objects_impl(ctx):
     contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
     headers = depset(ctx.files.hdrs, transitive = [context.headers for context in contexts])
@@ -91,13 +113,8 @@ def cuda_library(name, srcs, hdrs = [], deps = [], nvcc_options = [], visibility
         }),
         hdrs = hdrs,
         copts = select({
-            "//third_party/cuda:emulated": [
-                # Where a GPU faults and a host's processor does not.
-                "-fsanitize=alignment,bounds",
-                "-fsanitize-undefined-trap-on-error",
-                # The host's compiler does not know #pragma unroll.
-                "-Wno-unknown-pragmas",
-            ],
+            "//third_party/cuda:emulated": _EMULATED_COPTS + _RACE_COPTS,
+            "//third_party/cuda:emulated_in_sanitizer": _EMULATED_COPTS,
             "//conditions:default": [],
         }),
         target_compatible_with = NEEDS_CUDA,

@@ -29,6 +29,7 @@ struct fragment {
                     (M == 8 && N == 32 && K == 16),
                 "no such tile");
   static constexpr bool kIsAccumulator = std::is_same_v<Use, accumulator>;
+  static constexpr bool kIsLeft = std::is_same_v<Use, matrix_a>;
   static_assert(kIsAccumulator ? std::is_same_v<T, float> || std::is_same_v<T, __half>
                                : std::is_same_v<T, __nv_bfloat16> || std::is_same_v<T, __half>,
                 "no such element type");
@@ -45,8 +46,13 @@ struct fragment {
 namespace dim0::simt {
 
 // Element i of lane's part lies at tile element i * 32 + (lane permuted): neighbouring elements are
-// not in neighbouring lanes, so that nothing comes to rely on a layout.
-inline int TileElement(int lane, int i) { return i * 32 + (lane * 11 + i * 7) % 32; }
+// not in neighbouring lanes, and fragments of different kinds have the elements of a tile in
+// different lanes, so that nothing comes to rely on a layout.
+template <typename Fragment>
+int TileElement(int lane, int i) {
+  constexpr int kStep = Fragment::kIsAccumulator ? 11 : Fragment::kIsLeft ? 13 : 21;
+  return i * 32 + (lane * kStep + i * 7) % 32;
+}
 
 template <typename T>
 void CheckTile(const T* memory, unsigned leading, Location where) {
@@ -66,7 +72,7 @@ template <typename Fragment, typename Visit>
 void VisitTile(Fragment& fragment, unsigned leading, bool row_major, const Visit& visit) {
   const int lane = Lane();
   for (int i = 0; i < Fragment::num_elements; ++i) {
-    const int element = TileElement(lane, i);
+    const int element = TileElement<Fragment>(lane, i);
     const size_t row = element / Fragment::kColumns, column = element % Fragment::kColumns;
     visit(fragment.x[i], row_major ? row * leading + column : column * leading + row);
   }
@@ -141,15 +147,15 @@ void mma_sync(fragment<accumulator, M, N, K, TD>& d,
         for (int lane = 0; lane < 32; ++lane) {
           const auto from = part(lane);
           for (int i = 0; i < A::num_elements; ++i) {
-            const int element = dim0::simt::TileElement(lane, i);
+            const int element = dim0::simt::TileElement<A>(lane, i);
             a[element / K][element % K] = static_cast<float>(from.a->x[i]);
           }
           for (int i = 0; i < B::num_elements; ++i) {
-            const int element = dim0::simt::TileElement(lane, i);
+            const int element = dim0::simt::TileElement<B>(lane, i);
             b[element / N][element % N] = static_cast<float>(from.b->x[i]);
           }
           for (int i = 0; i < C::num_elements; ++i) {
-            const int element = dim0::simt::TileElement(lane, i);
+            const int element = dim0::simt::TileElement<C>(lane, i);
             c[element / N][element % N] = static_cast<float>(from.c->x[i]);
           }
         }
@@ -161,7 +167,7 @@ void mma_sync(fragment<accumulator, M, N, K, TD>& d,
         for (int lane = 0; lane < 32; ++lane) {
           const auto to = part(lane);
           for (int i = 0; i < D::num_elements; ++i) {
-            const int element = dim0::simt::TileElement(lane, i);
+            const int element = dim0::simt::TileElement<D>(lane, i);
             to.d->x[i] = TD(c[element / N][element % N]);
           }
         }

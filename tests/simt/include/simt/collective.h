@@ -21,6 +21,9 @@ int BlockCount(bool predicate, Location where);
 // pointer.
 using WarpComplete = void (*)(void* const (&lanes)[32]);
 
+// __syncwarp: as MeetWarp, and what the lanes have read and written comes before what they do next.
+void WarpBarrier(unsigned mask, Location where);
+
 // Blocks until every lane in `mask`, the caller's among them, waits at `where` with this mask, and
 // `complete` (null: nothing to do) has run. A lane that ends, does not exist or waits elsewhere
 // fails the launch.

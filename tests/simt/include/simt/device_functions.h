@@ -41,7 +41,7 @@ inline int __syncthreads_and(int predicate,
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu,
                        dim0::simt::Location where = dim0::simt::Location::current()) {
-  dim0::simt::MeetWarp(mask, nullptr, nullptr, where);
+  dim0::simt::WarpBarrier(mask, where);
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
@@ -184,22 +184,24 @@ namespace dim0::simt {
 template <typename T>
 concept AtomicNumber = std::same_as<T, int> || std::same_as<T, unsigned> ||
     std::same_as<T, unsigned long long> || std::same_as<T, float> || std::same_as<T, double>;
-template <typename T>
-T Exchange(T* address, T value) {
+// Returns what was there before; update() of it is now. Not an access that may race.
+template <typename T, typename Update>
+__attribute__((no_sanitize("thread"))) T Exchange(T* address, const Update& update) {
   const T old = *address;
-  *address = value;
+  *address = update(old);
   return old;
 }
 }  // namespace dim0::simt
 
 template <dim0::simt::AtomicNumber T>
 T atomicAdd(T* address, std::type_identity_t<T> value) {
-  if constexpr (std::is_same_v<T, int>) {
-    return dim0::simt::Exchange(
-        address, static_cast<int>(static_cast<unsigned>(*address) + static_cast<unsigned>(value)));
-  } else {
-    return dim0::simt::Exchange(address, *address + value);
-  }
+  return dim0::simt::Exchange(address, [value](T old) {
+    if constexpr (std::is_same_v<T, int>) {
+      return static_cast<int>(static_cast<unsigned>(old) + static_cast<unsigned>(value));
+    } else {
+      return old + value;
+    }
+  });
 }
 template <dim0::simt::AtomicNumber T>
 T atomicSub(T* address, std::type_identity_t<T> value) {
@@ -207,32 +209,33 @@ T atomicSub(T* address, std::type_identity_t<T> value) {
 }
 template <dim0::simt::AtomicNumber T>
 T atomicExch(T* address, std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, value);
+  return dim0::simt::Exchange(address, [value](T) { return value; });
 }
 template <dim0::simt::AtomicNumber T>
 requires std::integral<T> T atomicMax(T* address, std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, std::max(*address, value));
+  return dim0::simt::Exchange(address, [value](T old) { return std::max(old, value); });
 }
 template <dim0::simt::AtomicNumber T>
 requires std::integral<T> T atomicMin(T* address, std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, std::min(*address, value));
+  return dim0::simt::Exchange(address, [value](T old) { return std::min(old, value); });
 }
 template <dim0::simt::AtomicNumber T>
 requires std::integral<T> T atomicOr(T* address, std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, *address | value);
+  return dim0::simt::Exchange(address, [value](T old) { return old | value; });
 }
 template <dim0::simt::AtomicNumber T>
 requires std::integral<T> T atomicAnd(T* address, std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, *address & value);
+  return dim0::simt::Exchange(address, [value](T old) { return old & value; });
 }
 // Counts up to `limit`, then starts at 0 again.
 inline unsigned atomicInc(unsigned* address, unsigned limit) {
-  return dim0::simt::Exchange(address, *address >= limit ? 0u : *address + 1);
+  return dim0::simt::Exchange(address,
+                              [limit](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
 template <dim0::simt::AtomicNumber T>
 requires std::integral<T> T atomicCAS(T* address, std::type_identity_t<T> expected,
                                       std::type_identity_t<T> value) {
-  return dim0::simt::Exchange(address, *address == expected ? value : *address);
+  return dim0::simt::Exchange(address, [=](T old) { return old == expected ? value : old; });
 }
 
 // ---- Loads and stores with cache hints
