@@ -68,8 +68,8 @@ class MeteredStream : public Stream {
 
 class Bench {
  public:
-  Bench(Device& device, MeteredStream& stream, int repeats)
-      : device_(device), stream_(stream), repeats_(repeats) {}
+  Bench(Device& device, DType parameters, MeteredStream& stream, int repeats)
+      : device_(device), parameters_(parameters), stream_(stream), repeats_(repeats) {}
 
   struct Measured {
     double seconds, flops, bytes;
@@ -97,7 +97,7 @@ class Bench {
     constexpr absl::Duration kDuration = absl::Milliseconds(200);
     double yardstick;
     if (gemm) {
-      yardstick = device_.MeasureMatMulRate(kDuration);
+      yardstick = device_.MeasureMatMulRate(parameters_, kDuration);
       rates_.push_back(yardstick);
     } else {
       const absl::StatusOr<double> bandwidth = MeasureBandwidth(device_, kDuration);
@@ -135,6 +135,7 @@ class Bench {
     int64_t calls;
   };
   Device& device_;
+  const DType parameters_;
   MeteredStream& stream_;
   const int repeats_;
   std::vector<Line> lines_;
@@ -249,8 +250,8 @@ absl::Status Run() {
   std::printf("activations %s\nrates are of a %s's bandwidth, or of the %s rate\n\n",
               std::string(Name(types.activations)).c_str(),
               std::string(BandwidthName(backend)).c_str(),
-              std::string(device->matmul_name()).c_str());
-  Bench bench(*device, stream, repeats);
+              std::string(device->matmul_name(types.parameters)).c_str());
+  Bench bench(*device, types.parameters, stream, repeats);
   constexpr Write kWrite = Write::kOverwrite;
 
   bench.Report("embedding forward", 1, false,

@@ -43,6 +43,8 @@ class Device {
   virtual ~Device() = default;
 
   virtual Backend backend() const = 0;
+  // For people: which device, and what drives it.
+  virtual std::string name() const = 0;
 
   // Collectives want high priority: others wait for what they bring.
   virtual std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) = 0;
@@ -62,11 +64,12 @@ class Device {
   // ResourceExhausted, with advice, if so many cannot even start.
   virtual absl::StatusOr<AvailableMemory> Available(int threads) const = 0;
 
-  // The rate in FLOP/s of matrix products as models compute them here, over about `duration`, on
-  // square matrices that exceed the caches: the yardstick of a run. Blocks.
-  virtual double MeasureMatMulRate(absl::Duration duration) = 0;
+  // The rate in FLOP/s of matrix products as models whose parameters are `parameters` compute them
+  // here, over about `duration`, on square matrices that exceed the caches: the yardstick of a run.
+  // Blocks.
+  virtual double MeasureMatMulRate(DType parameters, absl::Duration duration) = 0;
   // What it is called: "SGEMM" for products of float32 matrices on a CPU.
-  virtual absl::string_view matmul_name() const = 0;
+  virtual absl::string_view matmul_name(DType parameters) const = 0;
 
   // The memory bandwidth in bytes/s of this rank's threads, over about `duration`: a triad
   // a = b + s c on float32 buffers that exceed the caches, counting 12 bytes an element. Blocks.
@@ -75,9 +78,10 @@ class Device {
 
   // In this and all that follows, tensors are float32 or bfloat16 unless it says float32.
 
-  // *result = sum of squares of `values`, accumulated in float64. `result` is device memory.
-  virtual void SumOfSquares(Stream& stream, const Tensor& values, double* result) = 0;
-  // The same of a - b; both have one shape and one type.
+  // results[i] = sum of squares of tensors[i], accumulated in float64, as one op. All tensors have
+  // one type; `results` is device memory.
+  virtual void SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) = 0;
+  // *result = the same of a - b; both have one shape and one type. `result` is device memory.
   virtual void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                        double* result) = 0;
 
@@ -119,6 +123,16 @@ class Device {
   virtual void CopyFromHost(Stream& stream, void* target, const void* source, int64_t bytes) = 0;
 
  protected:
+  // What SumsOfSquares is, for its stream.
+  static OpInfo SumsOfSquaresInfo(const std::vector<Tensor>& tensors) {
+    OpInfo info = {.name = "sums_of_squares"};
+    for (const Tensor& tensor : tensors) {
+      info.flops += 2.0 * tensor.size();
+      info.bytes += 1.0 * tensor.bytes();
+    }
+    return info;
+  }
+
   // For NewStream: where a stream of that name reports, or null.
   StreamRecord* RecordOf(absl::string_view stream_name) const {
     return recorder_ == nullptr ? nullptr : recorder_->AddStream(stream_name);

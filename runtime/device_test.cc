@@ -133,7 +133,7 @@ TEST_P(DeviceTest, SumOfSquaresIsExactWhereFloat64Is) {
       expected += double{values[i]} * values[i];
     }
     double sum = -1;
-    device_->SumOfSquares(*stream, F32(values.data(), size), &sum);
+    device_->SumsOfSquares(*stream, {F32(values.data(), size)}, &sum);
     ASSERT_TRUE(stream->Synchronize().ok());
     EXPECT_EQ(sum, expected) << size;
   }
@@ -175,7 +175,7 @@ TEST_P(DeviceTest, SumOfSquaresKeepsNanAndInfinity) {
     std::vector<float> values(100, 1.0f);
     values[37] = bad;
     double sum = 0;
-    device_->SumOfSquares(*stream, F32(values.data(), 100), &sum);
+    device_->SumsOfSquares(*stream, {F32(values.data(), 100)}, &sum);
     ASSERT_TRUE(stream->Synchronize().ok());
     EXPECT_FALSE(std::isfinite(sum));
   }
@@ -281,19 +281,21 @@ TEST_P(DeviceTest, SumsOfBFloat16SquaresAreExactWhereFloat64Is) {
   const auto stream = device_->NewStream("s");
   for (const int64_t size : {0, 1, 7, 1000, (1 << 18) + 1}) {
     std::vector<BFloat16> a, b;
-    double squares = 0, differences = 0;
+    double squares[2] = {0, 0}, differences = 0;
     for (int64_t i = 0; i < size; ++i) {
       a.emplace_back(static_cast<float>(i % 256 - 128));
       b.emplace_back(static_cast<float>(i % 99));
-      squares += std::pow(i % 256 - 128, 2);
+      squares[0] += std::pow(i % 256 - 128, 2);
+      squares[1] += std::pow(i % 99, 2);
       differences += std::pow(i % 256 - 128 - i % 99, 2);
     }
-    double results[2] = {-1, -1};
-    device_->SumOfSquares(*stream, AsTensor(a, size), &results[0]);
-    device_->SumOfSquaredDifferences(*stream, AsTensor(a, size), AsTensor(b, size), &results[1]);
+    double results[3] = {-1, -1, -1};
+    device_->SumsOfSquares(*stream, {AsTensor(a, size), AsTensor(b, size)}, &results[0]);
+    device_->SumOfSquaredDifferences(*stream, AsTensor(a, size), AsTensor(b, size), &results[2]);
     ASSERT_TRUE(stream->Synchronize().ok());
-    EXPECT_EQ(results[0], squares) << size;
-    EXPECT_EQ(results[1], differences) << size;
+    EXPECT_EQ(results[0], squares[0]) << size;
+    EXPECT_EQ(results[1], squares[1]) << size;
+    EXPECT_EQ(results[2], differences) << size;
   }
 }
 

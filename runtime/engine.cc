@@ -612,9 +612,10 @@ void Engine::CastAll(Stream& stream, const Views& sources, const Views& targets)
 
 void Engine::MeasureGradient(UnitState& state) {
   auto* squares = static_cast<double*>(stats_.data()) + kSquares;
-  for (const ParameterShard& shard : state.unit.parameters) {
-    device_.SumOfSquares(*reduce_scatter_, shard.gradient, squares + shard.id);
-  }
+  std::vector<Tensor> gradients;
+  for (const ParameterShard& shard : state.unit.parameters) gradients.push_back(shard.gradient);
+  device_.SumsOfSquares(*reduce_scatter_, std::move(gradients),
+                        squares + table_.first(state.unit.index));
 }
 
 absl::Status Engine::RouteRows(absl::Span<const Batch> batches) {

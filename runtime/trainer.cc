@@ -158,6 +158,7 @@ class RankRun {
     DIM0_ASSIGN_OR_RETURN(
         device_, CreateDevice(options_.backend, options_.threads_per_rank, Residency::kAtOnce,
                               DeviceOrdinal(group_.rank(), options_.launch)));
+    if (leads()) spdlog::info("rank 0's device: {}", device_->name());
     allocator_.emplace(device_.get());
     DIM0_ASSIGN_OR_RETURN(model_, workload_.make_model(*device_));
     StartTracer();
@@ -175,7 +176,8 @@ class RankRun {
     // All ranks measure at once: they will compute at once.
     DIM0_ASSIGN_OR_RETURN(
         const std::vector<double> rates,
-        ExchangeStruct(*engine_, device_->MeasureMatMulRate(options_.matmul_measurement)));
+        ExchangeStruct(*engine_, device_->MeasureMatMulRate(model_->parameter_dtype(),
+                                                            options_.matmul_measurement)));
     // Without one rank's there is no yardstick.
     const bool measured = *std::min_element(rates.begin(), rates.end()) > 0;
     matmul_rate_ = measured ? std::accumulate(rates.begin(), rates.end(), 0.0)
@@ -273,7 +275,9 @@ class RankRun {
                  Printable(why.message()));
   }
 
-  std::string matmul_name() const { return std::string(device_->matmul_name()); }
+  std::string matmul_name() const {
+    return std::string(device_->matmul_name(model_->parameter_dtype()));
+  }
   int64_t weight_bytes() const { return engine_->table().elements() * sizeof(float); }
   int64_t tokens_per_step() const { return options_.sequences_per_step() * options_.seq_len; }
   double FlopsFraction(double seconds) const {
@@ -499,6 +503,7 @@ class RankRun {
                  {"final_loss", summary.final_loss},
                  {"val_loss", std::isfinite(summary.val_loss) ? Json(summary.val_loss) : Json()},
                  {"tokens_per_s", tokens_per_step() / step_seconds},
+                 {"device", device_->name()},
                  {"matmul", matmul_name()},
                  {"matmul_gflops", matmul_rate_ * 1e-9},
                  {"flops_fraction", FlopsFraction(step_seconds)},
@@ -555,11 +560,11 @@ class RankRun {
       DIM0_RETURN_IF_ERROR(Lead(writer->AppendFloats(spec.name, whole)));
     }
     if (!leads()) return absl::OkStatus();
-    DIM0_RETURN_IF_ERROR(writer->Commit());
+    // Last what takes longest to write again: weights without the other files are of little use.
     for (const auto& [name, contents] : workload_.extra_files) {
       DIM0_RETURN_IF_ERROR(WriteFileAtomically(options_.run_dir + "/" + name, contents));
     }
-    return absl::OkStatus();
+    return writer->Commit();
   }
 
   // An error on rank 0 alone must not leave the others waiting.

@@ -573,7 +573,8 @@ absl::Status MeasureNewtonSchulzOnRank(const OptimizerBenchOptions& options,
   for (int repeat = 0; repeat <= options.repeats; ++repeat) {
     NewtonSchulzSample sample;
     DIM0_RETURN_IF_ERROR(meeting->Barrier(call));
-    sample.matmul_rate = device->MeasureMatMulRate(kYardstick);
+    sample.matmul_rate =
+        device->MeasureMatMulRate(DefaultParameterDType(options.backend), kYardstick);
     DIM0_RETURN_IF_ERROR(meeting->Barrier(call));
     double flops = 0, seconds = 0;
     for (const auto& run : runs) {

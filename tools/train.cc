@@ -167,6 +167,8 @@ struct Setup {
   TrainerOptions trainer;
   DatasetOptions data;
   bool recompute = false;
+  // Flags that say 0, auto or nothing, as they were understood.
+  std::map<std::string, std::string> resolved;
 
   // Whether rank 0, which tells how it goes, is this process'.
   bool leads() const { return !trainer.launch || trainer.launch->rank == 0; }
@@ -185,6 +187,7 @@ struct Setup {
     workload.lr_factor = [schedule = schedule](int64_t step) { return schedule.Factor(step); };
     workload.learning_rates = optimizer.LearningRates();
     workload.flags = ProgramFlags();
+    for (const auto& [name, value] : resolved) workload.flags[name] = value;
     workload.store_transposed = Gpt2StoredTransposed;
     workload.extra_files = {{"config.json", Gpt2ConfigJson(model)}};
     return workload;
@@ -414,7 +417,7 @@ absl::StatusOr<Setup> SetupFromFlags() {
         "--ranks=", trainer.ranks, " with --threads_per_rank=", trainer.threads_per_rank, " are ",
         threads, " threads; choose at most ", kMostThreads, " together"));
   }
-  if (threads > cores) {
+  if (threads > cores && trainer.backend == Backend::kCpu) {
     spdlog::warn("warning: {} ranks x {} threads share {} cores; steps will be slow", trainer.ranks,
                  trainer.threads_per_rank, cores);
   }
@@ -470,6 +473,21 @@ absl::StatusOr<Setup> SetupFromFlags() {
                 .global_batch = trainer.sequences_per_step(),
                 .seed = trainer.seed,
                 .val_fraction = absl::GetFlag(FLAGS_val_fraction)};
+  const bool on_cpu = trainer.backend == Backend::kCpu;
+  setup.resolved = {{"device", on_cpu ? "cpu" : "cuda"},
+                    {"ranks", absl::StrCat(trainer.ranks)},
+                    {"threads_per_rank", absl::StrCat(trainer.threads_per_rank)},
+                    {"layers", absl::StrCat(setup.model.layers)},
+                    {"width", absl::StrCat(setup.model.width)},
+                    {"heads", absl::StrCat(setup.model.heads)},
+                    {"vocab", absl::StrCat(setup.model.vocab)},
+                    {"positions", absl::StrCat(setup.model.positions)},
+                    {"param_dtype", std::string(Name(trainer.engine.param_dtype))},
+                    {"reduce_dtype", std::string(Name(trainer.engine.reduce_dtype))},
+                    {"run_dir", trainer.run_dir}};
+  for (const auto& [name, rate] : optimizer.LearningRates()) {
+    setup.resolved[name] = absl::StrCat(rate);
+  }
   // Only when nothing is wrong: an error is one line.
   WarnOfFlagsWithoutEffect(optimizer.name);
   return setup;

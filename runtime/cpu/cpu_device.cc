@@ -188,7 +188,11 @@ absl::StatusOr<AvailableMemory> CpuDevice::Available(int threads) const {
   return AvailableMemory{.bytes = std::min({*machine, CgroupAvailable(), *addresses})};
 }
 
-double CpuDevice::MeasureMatMulRate(absl::Duration duration) {
+std::string CpuDevice::name() const {
+  return absl::StrCat("CPU, ", pool_.threads(), pool_.threads() == 1 ? " thread" : " threads");
+}
+
+double CpuDevice::MeasureMatMulRate(DType /*parameters*/, absl::Duration duration) {
   // 1024 x 1024 float32 matrices, 12 MiB in all: past L2, and each product takes tens of
   // milliseconds.
   constexpr int64_t kSize = 1024;
@@ -223,16 +227,17 @@ absl::StatusOr<double> CpuDevice::MeasureTriadRate(absl::Duration duration) {
   return 12.0 * size / seconds;
 }
 
-void CpuDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {
-  const int64_t size = values.size();
-  stream.Enqueue({.name = "sum_of_squares", .flops = 2.0 * size, .bytes = 1.0 * values.bytes()},
-                 [=, this](const OpContext&) {
-                   WithElements(values, [&](const auto* x) {
-                     *result = SumOfSquaresOf(pool_, size,
-                                              [x](int64_t i) { return static_cast<float>(x[i]); });
-                   });
-                   return absl::OkStatus();
-                 });
+void CpuDevice::SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) {
+  OpInfo info = SumsOfSquaresInfo(tensors);
+  stream.Enqueue(std::move(info), [this, tensors = std::move(tensors), results](const OpContext&) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      WithElements(tensors[i], [&](const auto* x) {
+        results[i] = SumOfSquaresOf(pool_, tensors[i].size(),
+                                    [x](int64_t j) { return static_cast<float>(x[j]); });
+      });
+    }
+    return absl::OkStatus();
+  });
 }
 
 void CpuDevice::SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,

@@ -18,16 +18,18 @@ class CpuDevice : public Device {
   ThreadPool& pool() { return pool_; }
 
   Backend backend() const override { return Backend::kCpu; }
+  std::string name() const override;
   using Device::NewStream;
   std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   // The least of the machine's available memory and what the cgroup leaves.
   absl::StatusOr<AvailableMemory> Available(int threads) const override;
-  double MeasureMatMulRate(absl::Duration duration) override;
-  absl::string_view matmul_name() const override { return "SGEMM"; }
+  // In float32 whatever the parameters are.
+  double MeasureMatMulRate(DType parameters, absl::Duration duration) override;
+  absl::string_view matmul_name(DType /*parameters*/) const override { return "SGEMM"; }
   absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
-  void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
+  void SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) override;
   void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                double* result) override;
   void DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride, const Tensor& products,

@@ -26,11 +26,12 @@ int64_t OutsidePlan(int64_t total) {
   return 3 * kMatMulWorkspaceBytes + std::min(int64_t{3} << 30, total / 16);
 }
 
-ElementType TypeOf(const Tensor& tensor) {
-  if (tensor.dtype == DType::kBFloat16) return ElementType::kBFloat16;
-  DIM0_CHECK(tensor.dtype == DType::kFloat32);
+ElementType TypeOf(DType dtype) {
+  if (dtype == DType::kBFloat16) return ElementType::kBFloat16;
+  DIM0_CHECK(dtype == DType::kFloat32);
   return ElementType::kFloat32;
 }
+ElementType TypeOf(const Tensor& tensor) { return TypeOf(tensor.dtype); }
 
 cudaStream_t Native(const OpContext& context) {
   return static_cast<cudaStream_t>(context.native_stream);
@@ -136,6 +137,10 @@ CudaDevice::~CudaDevice() {
   for (const auto& [stream, workspace] : sum_workspaces_) cudaFree(workspace);
 }
 
+std::string CudaDevice::name() const {
+  return absl::StrCat(name_, ", CUDA ", VersionText(CUDART_VERSION));
+}
+
 std::unique_ptr<Stream> CudaDevice::NewStream(absl::string_view name, StreamPriority priority) {
   (void)context_->Activate();
   int lowest = 0, highest = 0;  // the highest priority is the least number
@@ -188,7 +193,7 @@ absl::StatusOr<MatMul*> CudaDevice::Products() {
   return products_.get();
 }
 
-double CudaDevice::MeasureMatMulRate(absl::Duration duration) {
+double CudaDevice::MeasureMatMulRate(DType parameters, absl::Duration duration) {
   // The largest size up to kLargest at which one product takes no more than a tenth of the time.
   constexpr int64_t kLargest = 8192;
   double rate = 0;
@@ -196,20 +201,20 @@ double CudaDevice::MeasureMatMulRate(absl::Duration duration) {
     DIM0_RETURN_IF_ERROR(context_->Activate());
     DIM0_ASSIGN_OR_RETURN(MatMul* const products, Products());
     for (int64_t n = 128; n <= kLargest; n *= 2) {
-      const int64_t bytes = n * n * SizeOf(DType::kBFloat16);
+      const int64_t bytes = n * n * SizeOf(parameters);
       void* matrices = nullptr;
       DIM0_RETURN_IF_ERROR(ToStatus(cudaMalloc(&matrices, 3 * bytes), "matrices to measure with"));
       auto* const a = static_cast<char*>(matrices);
       const Product product = {.m = n,
                                .n = n,
                                .k = n,
-                               .type = DType::kBFloat16,
-                               .c_type = DType::kBFloat16,
+                               .type = parameters,
+                               .c_type = parameters,
                                .a = a,
                                .b = a + bytes,
                                .c = a + 2 * bytes};
       absl::Status status = ToStatus(
-          LaunchFill(ElementType::kBFloat16, 1, 2 * n * n, matrices, nullptr), "filling matrices");
+          LaunchFill(TypeOf(parameters), 1, 2 * n * n, matrices, nullptr), "filling matrices");
       const auto once = [&]() -> absl::Status {
         DIM0_RETURN_IF_ERROR(products->Enqueue(product, nullptr));
         return ToStatus(cudaStreamSynchronize(nullptr), "measuring the rate of matrix products");
@@ -262,14 +267,19 @@ absl::StatusOr<double> CudaDevice::MeasureTriadRate(absl::Duration duration) {
   return rate;
 }
 
-void CudaDevice::SumOfSquares(Stream& stream, const Tensor& values, double* result) {
+void CudaDevice::SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) {
+  if (tensors.empty()) return;
+  std::vector<ConstArray> arrays;
+  for (const Tensor& tensor : tensors) {
+    DIM0_CHECK(tensor.dtype == tensors[0].dtype);
+    arrays.push_back({tensor.data, tensor.size()});
+  }
   stream.Enqueue(
-      {.name = "sum_of_squares", .flops = 2.0 * values.size(), .bytes = 1.0 * values.bytes()},
-      [this, values, result](const OpContext& context) -> absl::Status {
+      SumsOfSquaresInfo(tensors), [this, type = TypeOf(tensors[0]), arrays = std::move(arrays),
+                                   results](const OpContext& context) {
         const cudaStream_t native = Native(context);
-        return ToStatus(LaunchSumOfSquares(TypeOf(values), values.data, values.size(),
-                                           sum_workspaces_[native], result, native),
-                        "sum_of_squares");
+        return ToStatus(LaunchSumsOfSquares(type, arrays, sum_workspaces_[native], results, native),
+                        "sums_of_squares");
       });
 }
 

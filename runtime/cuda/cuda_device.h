@@ -25,15 +25,18 @@ class CudaDevice : public Device {
   int ordinal() const { return context_->ordinal; }
 
   Backend backend() const override { return Backend::kCuda; }
-  absl::string_view matmul_name() const override { return "bfloat16 GEMM"; }
+  std::string name() const override;
+  absl::string_view matmul_name(DType parameters) const override {
+    return parameters == DType::kFloat32 ? "float32 GEMM" : "bfloat16 GEMM";
+  }
   using Device::NewStream;
   std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   absl::StatusOr<AvailableMemory> Available(int threads) const override;
-  double MeasureMatMulRate(absl::Duration duration) override;
+  double MeasureMatMulRate(DType parameters, absl::Duration duration) override;
   absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
-  void SumOfSquares(Stream& stream, const Tensor& values, double* result) override;
+  void SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) override;
   void SumOfSquaredDifferences(Stream& stream, const Tensor& a, const Tensor& b,
                                double* result) override;
   void DiagonalDominance(Stream& stream, const Tensor& v, int64_t stride, const Tensor& products,

@@ -209,7 +209,9 @@ TEST_F(CudaDeviceTest, MoreMemoryThanTheGpuHasIsRefused) {
 }
 
 TEST_F(CudaDeviceTest, RatesAreMeasured) {
-  EXPECT_GT(device_->MeasureMatMulRate(absl::Milliseconds(20)), 0);
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    EXPECT_GT(device_->MeasureMatMulRate(dtype, absl::Milliseconds(20)), 0) << Name(dtype);
+  }
   const auto triad = device_->MeasureTriadRate(absl::Milliseconds(20));
   ASSERT_TRUE(triad.ok()) << triad.status();
   EXPECT_GT(*triad, 0);

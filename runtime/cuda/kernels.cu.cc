@@ -30,13 +30,17 @@ int BlocksFor(int64_t size, int64_t most) {
   return static_cast<int>(std::min(most, CeilDivide(size, int64_t{kThreads} * kQuad)));
 }
 
-// Calls body(i) for the first elements i of this thread's quads.
+// Calls body(i) for the first elements i of the quads of this thread of the block, one of `blocks`.
 template <typename Body>
-__device__ __forceinline__ void ForEachQuad(int64_t size, Body body) {
-  const int64_t step = int64_t{gridDim.x} * blockDim.x * kQuad;
-  for (int64_t i = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) * kQuad; i < size; i += step) {
+__device__ __forceinline__ void ForEachQuad(int64_t size, int block, int blocks, Body body) {
+  const int64_t step = int64_t{blocks} * blockDim.x * kQuad;
+  for (int64_t i = (int64_t{block} * blockDim.x + threadIdx.x) * kQuad; i < size; i += step) {
     body(i);
   }
+}
+template <typename Body>
+__device__ __forceinline__ void ForEachQuad(int64_t size, Body body) {
+  ForEachQuad(size, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x), body);
 }
 
 // Every thread of a block of whole warps gets the largest value; NaN counts as nothing.
@@ -50,21 +54,60 @@ __device__ float BlockMax(float value) {
   return WarpMax(lane < warps ? largest[lane] : 0.0f);
 }
 
-// Of gridDim.y arrays that lie one after another.
+// The block's part of the sum of squares.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    SumOfSquaresKernel(const T* x, int64_t size, double* partial) {
-  x += blockIdx.y * size;
+__device__ double SquaresOfBlock(const T* x, int64_t size, int block, int blocks) {
   const bool aligned = IsQuadAligned(x);
   double sum = 0;
-  ForEachQuad(size, [&](int64_t i) {
+  ForEachQuad(size, block, blocks, [&](int64_t i) {
     float v[kQuad];
     LoadQuad(x + i, size - i, aligned, v);
 #pragma unroll
     for (const float value : v) sum = fma(double{value}, double{value}, sum);
   });
-  sum = BlockSum(sum);
+  return BlockSum(sum);
+}
+
+// Of gridDim.y arrays that lie one after another.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    SumOfSquaresKernel(const T* x, int64_t size, double* partial) {
+  const double sum = SquaresOfBlock(x + blockIdx.y * size, size, static_cast<int>(blockIdx.x),
+                                    static_cast<int>(gridDim.x));
   if (threadIdx.x == 0) partial[int64_t{blockIdx.y} * gridDim.x + blockIdx.x] = sum;
+}
+
+// Arrays that lie anywhere: array i has the blocks from first_block[i] up to first_block[i + 1].
+constexpr int kArraysAtOnce = 64;
+struct Arrays {
+  ConstArray array[kArraysAtOnce];
+  int first_block[kArraysAtOnce + 1];
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    SumsOfSquaresKernel(const Arrays arrays, double* partial) {
+  const int block = static_cast<int>(blockIdx.x);
+  int i = 0;
+  while (arrays.first_block[i + 1] <= block) ++i;
+  const int first = arrays.first_block[i];
+  const double sum =
+      SquaresOfBlock(static_cast<const T*>(arrays.array[i].data), arrays.array[i].size,
+                     block - first, arrays.first_block[i + 1] - first);
+  if (threadIdx.x == 0) partial[block] = sum;
+}
+
+// A block for each array.
+__global__ void __launch_bounds__(kThreads)
+    AddPartialSumsOfArraysKernel(const Arrays arrays, const double* partial, double* results) {
+  const int end = arrays.first_block[blockIdx.x + 1];
+  double sum = 0;
+  for (int i = arrays.first_block[blockIdx.x] + static_cast<int>(threadIdx.x); i < end;
+       i += static_cast<int>(blockDim.x)) {
+    sum += partial[i];
+  }
+  sum = BlockSum(sum);
+  if (threadIdx.x == 0) results[blockIdx.x] = sum;
 }
 
 template <typename T>
@@ -284,9 +327,33 @@ cudaError_t LaunchGatherWords(const void* source, const int32_t* rows, int64_t n
 
 }  // namespace
 
-cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, void* workspace,
-                               double* result, cudaStream_t stream) {
-  return LaunchSums(type, x, size, 1, kMostSums, workspace, result, stream);
+cudaError_t LaunchSumsOfSquares(ElementType type, const std::vector<ConstArray>& arrays,
+                                void* workspace, double* results, cudaStream_t stream) {
+  auto* const partial = static_cast<double*>(workspace);
+  for (size_t done = 0; done < arrays.size(); done += kArraysAtOnce) {
+    const int count = static_cast<int>(std::min<size_t>(kArraysAtOnce, arrays.size() - done));
+    double all = 0;
+    for (int i = 0; i < count; ++i) all += static_cast<double>(arrays[done + i].size);
+    // Each array has a block, and the others are shared out by size.
+    Arrays at_once = {};
+    for (int i = 0; i < count; ++i) {
+      at_once.array[i] = arrays[done + i];
+      const auto size = static_cast<double>(arrays[done + i].size);
+      const auto share = static_cast<int64_t>(all > 0 ? (kMostSums - count) * (size / all) : 0);
+      at_once.first_block[i + 1] =
+          at_once.first_block[i] + std::max(1, BlocksFor(arrays[done + i].size, 1 + share));
+    }
+    cudaError_t error = WithElementType(type, [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      return Launch(SumsOfSquaresKernel<T>, at_once.first_block[count], kThreads, 0, stream,
+                    at_once, partial);
+    });
+    if (error != cudaSuccess) return error;
+    error = Launch(AddPartialSumsOfArraysKernel, count, kThreads, 0, stream, at_once,
+                   static_cast<const double*>(partial), results + done);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
 }
 
 cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const void* b,

@@ -11,6 +11,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "runtime/cuda/element_type.h"
 
@@ -20,9 +21,14 @@ namespace dim0::cuda {
 // share one; on one stream they may. Its contents do not matter.
 inline constexpr int64_t kSumWorkspaceBytes = 32832;
 
-// *result = sum of x[i]^2, in float64.
-cudaError_t LaunchSumOfSquares(ElementType type, const void* x, int64_t size, void* workspace,
-                               double* result, cudaStream_t stream);
+struct ConstArray {
+  const void* data;
+  int64_t size;  // elements
+};
+// results[i] = sum of the squares of the elements of arrays[i], in float64. The order of a sum
+// depends on the sizes of all arrays.
+cudaError_t LaunchSumsOfSquares(ElementType type, const std::vector<ConstArray>& arrays,
+                                void* workspace, double* results, cudaStream_t stream);
 
 // *result = sum of (a[i] - b[i])^2, differences and sum in float64.
 cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const void* b,

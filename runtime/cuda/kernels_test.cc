@@ -64,7 +64,7 @@ class CudaKernelsTest : public testing::Test {
     const DeviceArray<uint8_t> workspace(workspace_);
     const DeviceArray<double> result({-1.0});
     EXPECT_EQ(
-        LaunchSumOfSquares(type, x.data(), x.size(), workspace.data(), result.data(), stream_),
+        LaunchSumsOfSquares(type, {{x.data(), x.size()}}, workspace.data(), result.data(), stream_),
         cudaSuccess);
     return result.Get()[0];
   }
@@ -85,6 +85,31 @@ TEST_F(CudaKernelsTest, SumOfSquaresIsTheFloat64SumWhateverTheSizeTypeAndAlignme
       EXPECT_EQ(DeviceSumOfSquares(type, values, 0), aligned) << size;
     }
     EXPECT_EQ(DeviceSumOfSquares(type, {}, 0), 0);
+  }
+}
+
+TEST_F(CudaKernelsTest, SumsOfSquaresOfManyArraysAreEachItsOwn) {
+  // More arrays than one launch takes, large and small ones and some without elements.
+  for (const ElementType type : kTypes) {
+    std::vector<std::unique_ptr<DeviceElements>> held;
+    std::vector<ConstArray> arrays;
+    std::vector<double> expected;
+    for (int i = 0; i < 150; ++i) {
+      const int64_t size = i == 70 ? 300'001 : i % 11 == 3 ? 0 : (i * 37) % 1999;
+      const std::vector<float> values = Random(size);
+      held.push_back(std::make_unique<DeviceElements>(type, values, i % 3));
+      arrays.push_back({held.back()->data(), held.back()->size()});
+      expected.push_back(SumOfSquares(Rounded(type, values)));
+    }
+    const DeviceArray<uint8_t> workspace(workspace_);
+    const DeviceArray<double> results(std::vector<double>(arrays.size() + 1, -1.0));
+    ASSERT_EQ(LaunchSumsOfSquares(type, arrays, workspace.data(), results.data(), stream_),
+              cudaSuccess);
+    const std::vector<double> sums = results.Get();
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      EXPECT_NEAR(sums[i], expected[i], 1e-12 * expected[i]) << i;
+    }
+    EXPECT_EQ(sums.back(), -1);
   }
 }
 
