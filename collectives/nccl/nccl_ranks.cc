@@ -282,6 +282,11 @@ class World {
     end.enqueued.push_back(std::move(call));
   }
 
+  // Of a group that has failed the watchdog aborts all communicators together.
+  void AwaitAbortIfFailed(End& end) {
+    while (!Health().ok() && HasCommunicator(end)) absl::SleepFor(absl::Milliseconds(1));
+  }
+
   // The rank's communicator goes: once its calls are done, unless the group has failed. The last of
   // the process to go takes NCCL's communicators along, since NCCL would have a rank that goes
   // first wait for those on its machine.
@@ -301,8 +306,7 @@ class World {
       (void)cudaSetDevice(end->device);
       (void)cudaEventSynchronize(last);
     }
-    // Of a group that has failed the watchdog aborts all communicators together.
-    while (!Health().ok() && HasCommunicator(*end)) absl::SleepFor(absl::Milliseconds(1));
+    AwaitAbortIfFailed(*end);
     std::vector<std::shared_ptr<End>> ends;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -767,10 +771,13 @@ class NcclCommunicator final : public Communicator {
     return Failing(Enqueue(static_cast<cudaStream_t>(call.native_stream), body));
   }
 
-  // An error fails the group, and what has failed that is the error.
+  // An error fails the group, and what has failed that is the error. NCCL may not have launched yet
+  // what it was called for; the caller, who is told that the call has failed, may give up the
+  // stream and the buffers, so it returns when NCCL has let go of them.
   absl::Status Failing(const absl::Status& status) {
     if (status.ok()) return status;
     world_->Fail(status);
+    world_->AwaitAbortIfFailed(*end_);
     return world_->Health();
   }
 

@@ -109,6 +109,31 @@ TEST(Gemm, WithBetaZeroDoesNotReadTheTarget) {
   for (const float value : c) EXPECT_EQ(value, 8);
 }
 
+// More than a build of OpenBLAS has memory for, on few cores too: a product takes longer than a
+// thread's turn on a core, so many are under way at once.
+TEST(Gemm, FromHundredsOfThreadsAtOnceIsRightAndSaysNothing) {
+  constexpr int64_t kThreads = 300, kRows = 32, kInner = int64_t{1} << 18;
+  const std::vector<float> a(kRows * kInner, 0.5f);
+  std::atomic<int> ready = 0, wrong = 0;
+  testing::internal::CaptureStderr();
+  std::vector<std::thread> threads;
+  for (int64_t i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&] {
+      std::vector<float> c(kRows * kRows);
+      ++ready;
+      while (ready < kThreads) std::this_thread::yield();
+      GemmOnThisThread(Transpose::kNo, Transpose::kYes, kRows, kRows, kInner, 1, a.data(), kInner,
+                       a.data(), kInner, 0, c.data(), kRows);
+      for (const float sum : c) {
+        if (sum != kInner / 4) ++wrong;
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  EXPECT_EQ(wrong, 0);
+}
+
 TEST(SymmetricProduct, AgreesWithFloat64AndIsExactlySymmetric) {
   for (const int threads : {1, 2, 3}) {
     ThreadPool pool(threads);

@@ -4,6 +4,10 @@
 
 #include <algorithm>
 #include <mutex>
+#include <semaphore>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/string_view.h"
 
 namespace dim0::cpu {
 namespace {
@@ -21,6 +25,34 @@ void UseOneThreadPerCall() {
   static std::once_flag once;
   std::call_once(once, [] { openblas_set_num_threads(1); });
 }
+
+// How many threads OpenBLAS has working memory for, as it was built: at least one.
+int MostCallsAtOnce() {
+  const absl::string_view config = openblas_get_config();  // "... Haswell MAX_THREADS=64"
+  constexpr absl::string_view kName = "MAX_THREADS=";
+  const size_t at = config.find(kName);
+  int threads = 0;
+  if (at == absl::string_view::npos) return 1;  // a build that knows of no threads
+  absl::string_view digits = config.substr(at + kName.size());
+  digits = digits.substr(0, digits.find_first_not_of("0123456789"));
+  return absl::SimpleAtoi(digits, &threads) ? std::max(threads, 1) : 1;
+}
+
+// Held during a call of OpenBLAS. Where more threads are in it at once than it has memory for, it
+// says so on standard error, and OpenBLAS 0.3.21, Debian 12's, then writes beyond its tables.
+class Call {
+ public:
+  Call() { room().acquire(); }
+  ~Call() { room().release(); }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+ private:
+  static std::counting_semaphore<>& room() {
+    static std::counting_semaphore<> room(MostCallsAtOnce());
+    return room;
+  }
+};
 
 // Copies the upper triangle's rows [begin, end) below the diagonal, in blocks that stay in cache.
 void MirrorUpper(float* c, int64_t ldc, int64_t begin, int64_t end) {
@@ -42,6 +74,7 @@ void GemmOnThisThread(Transpose transpose_a, Transpose transpose_b, int64_t m, i
                       float beta, float* c, int64_t ldc) {
   if (m == 0 || n == 0) return;
   UseOneThreadPerCall();
+  const Call call;
   cblas_sgemm(CblasRowMajor, ToCblas(transpose_a), ToCblas(transpose_b), m, n, k, alpha, a, lda, b,
               ldb, beta, c, ldc);
 }
@@ -79,8 +112,11 @@ void SymmetricProduct(ThreadPool& pool, Transpose transpose, int64_t n, int64_t 
   pool.Run((n + step - 1) / step, [&](int64_t i) {
     const int64_t begin = i * step;
     const int64_t end = std::min(n, begin + step);
-    cblas_ssyrk(CblasRowMajor, CblasUpper, ToCblas(transpose), end - begin, k, alpha,
-                rows_from(begin), lda, beta, c + begin * ldc + begin, ldc);
+    {
+      const Call call;
+      cblas_ssyrk(CblasRowMajor, CblasUpper, ToCblas(transpose), end - begin, k, alpha,
+                  rows_from(begin), lda, beta, c + begin * ldc + begin, ldc);
+    }
     if (end == n) return;
     GemmOnThisThread(transpose, other, end - begin, n - end, k, alpha, rows_from(begin), lda,
                      rows_from(end), lda, beta, c + begin * ldc + end, ldc);

@@ -379,6 +379,13 @@ cudaError_t Run(Batch& batch) {
 }
 
 void EnqueueBatch(const std::shared_ptr<Batch>& batch) {
+  bool destroyed = false;
+  Change([&] { destroyed = batch->stream->destroyed; });
+  if (destroyed) {  // There is no caller to tell: it was told that the call is in progress.
+    std::fprintf(stderr, "simt: NCCL launches %s on a stream that has been destroyed\n",
+                 Name(batch->calls[0].second->kind));
+    std::abort();
+  }
   Change([&] { State::Get().in_order[batch->comm->device].push_back(batch); });
   StreamState::Operation operation;
   operation.name = std::string("NCCL, ") + Name(batch->calls[0].second->kind);
