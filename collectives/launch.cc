@@ -15,12 +15,18 @@ namespace dim0 {
 namespace {
 
 struct Launcher {
+  const char* mark;  // set in the processes that it has started
   const char *rank, *world_size, *local_rank;
 };
+// The processes that mpirun starts inherit Slurm's variables for mpirun itself, where that runs in
+// an allocation: Slurm comes after it. But srun may set PMI_RANK, too.
 constexpr Launcher kLaunchers[] = {
-    {"RANK", "WORLD_SIZE", "LOCAL_RANK"},
-    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
-    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+    {"RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+     "OMPI_COMM_WORLD_LOCAL_RANK"},
+    {"MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+    {"SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
+    {"PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
 };
 
 using Variable = std::function<const char*(const char*)>;
@@ -46,7 +52,7 @@ absl::StatusOr<std::optional<Launch>> ReadLaunchEnvironment(const Variable& vari
   constexpr int kMaxRanks = 1 << 20;
   for (const Launcher& launcher : kLaunchers) {
     // A number of ranks alone is an allocation's, or a container's, and no launcher's.
-    if (variable(launcher.rank) == nullptr) continue;
+    if (variable(launcher.mark) == nullptr) continue;
     Launch launch;
     absl::StatusOr<int> number = Number(variable, launcher.world_size, 1, kMaxRanks);
     if (!number.ok()) return number.status();

@@ -20,9 +20,10 @@ struct Launch {
 };
 
 // Reads RANK, WORLD_SIZE and LOCAL_RANK (torchrun's); or else OMPI_COMM_WORLD_RANK, _SIZE and
-// _LOCAL_RANK (Open MPI's); or else SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. With more than
-// one rank MASTER_ADDR and MASTER_PORT say where rank 0 is. Where TORCHELASTIC_USE_AGENT_STORE is
-// True torchrun listens at that port itself, and the next one is the job's.
+// _LOCAL_RANK (Open MPI's); or else PMI_RANK, PMI_SIZE and MPI_LOCALRANKID (Hydra's, the mpirun of
+// MPICH and Intel MPI); or else SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID. With more than one
+// rank MASTER_ADDR and MASTER_PORT say where rank 0 is. Where TORCHELASTIC_USE_AGENT_STORE is True
+// torchrun listens at that port itself, and the next one is the job's.
 //
 // Nothing if none of them says that this is a rank. Error: InvalidArgument, naming the variable.
 absl::StatusOr<std::optional<Launch>> ReadLaunchEnvironment(

@@ -80,6 +80,55 @@ TEST(LaunchTest, ReadsWhatOpenMpiAndSlurmSetAfterTorchruns) {
   EXPECT_EQ((*launch)->world_size, 1);
 }
 
+// What Hydra, MPICH's mpirun, sets on the last process of its machine, and its user for all.
+const Variables kHydra = {{"PMI_RANK", "3"},        {"PMI_SIZE", "4"},
+                          {"PMI_FD", "9"},          {"MPI_LOCALRANKID", "1"},
+                          {"MPI_LOCALNRANKS", "2"}, {"MASTER_ADDR", "node-0"},
+                          {"MASTER_PORT", "29500"}};
+
+TEST(LaunchTest, ReadsWhatHydraSetsAfterTorchrunsAndOpenMpis) {
+  auto launch = Read(kHydra);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  ASSERT_TRUE(launch->has_value());
+  EXPECT_EQ((*launch)->rank, 3);
+  EXPECT_EQ((*launch)->world_size, 4);
+  EXPECT_EQ((*launch)->local_rank, 1);
+  EXPECT_EQ((*launch)->address, "node-0");
+  EXPECT_EQ((*launch)->port, 29500);
+  Variables variables = kHydra;
+  variables.insert({{"OMPI_COMM_WORLD_RANK", "0"},
+                    {"OMPI_COMM_WORLD_SIZE", "2"},
+                    {"OMPI_COMM_WORLD_LOCAL_RANK", "0"}});
+  launch = Read(variables);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->world_size, 2);
+  variables.insert(kTorchrun.begin(), kTorchrun.end());
+  launch = Read(variables);
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->world_size, 8);
+  launch = Read({{"PMI_RANK", "0"}, {"PMI_SIZE", "1"}, {"MPI_LOCALRANKID", "0"}});
+  ASSERT_TRUE(launch.ok()) << "one rank needs nobody's address: " << launch.status();
+  EXPECT_EQ((*launch)->world_size, 1);
+}
+
+TEST(LaunchTest, HydrasProcessesAreNotTheOneThatSlurmHasStartedHydraAs) {
+  auto launch = Read(
+      With(With(With(kHydra, "SLURM_PROCID", "0"), "SLURM_NTASKS", "1"), "SLURM_LOCALID", "0"));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->rank, 3);
+  // srun's own PMI has no number on the machine.
+  launch = Read({{"PMI_RANK", "1"},
+                 {"PMI_SIZE", "2"},
+                 {"SLURM_PROCID", "1"},
+                 {"SLURM_NTASKS", "2"},
+                 {"SLURM_LOCALID", "0"},
+                 {"MASTER_ADDR", "node-0"},
+                 {"MASTER_PORT", "29500"}});
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->rank, 1);
+  EXPECT_EQ((*launch)->local_rank, 0);
+}
+
 TEST(LaunchTest, WithoutALauncherThereIsNoRank) {
   const auto launch = Read({{"MASTER_ADDR", "node-0"}, {"LOCAL_RANK", "1"}});
   ASSERT_TRUE(launch.ok()) << launch.status();
@@ -115,6 +164,11 @@ TEST(LaunchTest, AnythingElseIsRefusedByTheVariablesName) {
       {With(kTorchrun, "MASTER_PORT", ""), "MASTER_PORT is ''"},
       {With(With(kTorchrun, "MASTER_PORT", "65535"), "TORCHELASTIC_USE_AGENT_STORE", "True"),
        "choose a lower one"},
+      {Without(kHydra, "MPI_LOCALRANKID"),
+       "MPI_LOCALRANKID is not set; it must be the rank's number among those of its machine"},
+      {Without(kHydra, "PMI_RANK"), "PMI_RANK is not set"},
+      {Without(kHydra, "PMI_SIZE"), "PMI_SIZE is not set"},
+      {Without(kHydra, "MASTER_ADDR"), "PMI_RANK and PMI_SIZE say that this is rank 3 of 4"},
   };
   for (const auto& bad : cases) {
     const auto launch = Read(bad.variables);

@@ -181,6 +181,35 @@ TEST_F(LaunchTest, AMasterThatCannotBeReachedIsNamed) {
   EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << outcome.err;
 }
 
+TEST_F(LaunchTest, AnotherNumberOfRanksThanOfProcessesIsAnErrorOfTheCommandLine) {
+  const int port = FreePort();
+  std::vector<std::unique_ptr<RunningProgram>> ranks;
+  for (const int rank : {0, 1}) {
+    Arguments flags = Flags("run", 1);
+    flags.push_back("--ranks=3");
+    ranks.push_back(Start(rank, 2, port, flags));
+  }
+  for (const auto& rank : ranks) {
+    const Outcome outcome = rank->Wait();
+    EXPECT_EQ(outcome.exit_status, 2);
+    EXPECT_THAT(outcome.err, HasSubstr("--ranks=3, but a launcher has started 2 processes"));
+    EXPECT_EQ(std::count(outcome.err.begin(), outcome.err.end(), '\n'), 1) << outcome.err;
+    EXPECT_THAT(outcome.out, IsEmpty());
+  }
+  EXPECT_FALSE(fs::exists(Path("run")));
+}
+
+TEST_F(LaunchTest, TheNumberOfProcessesMayBeGivenAsRanks) {
+  Arguments flags = Flags("run", 1);
+  flags.push_back("--ranks=2");
+  const int port = FreePort();
+  auto leader = Start(0, 2, port, flags), other = Start(1, 2, port, flags);
+  for (RunningProgram* rank : {leader.get(), other.get()}) {
+    const Outcome outcome = rank->Wait();
+    EXPECT_EQ(outcome.exit_status, 0) << outcome.err;
+  }
+}
+
 TEST_F(LaunchTest, AnEnvironmentThatContradictsItselfIsAnErrorOfTheCommandLine) {
   const Outcome outcome = Start(2, 2, FreePort(), Flags("run", 1))->Wait();
   EXPECT_EQ(outcome.exit_status, 2);

@@ -17,9 +17,12 @@ fail() {
   echo "${0##*/}: $*" >&2
   exit 1
 }
-usage() {
-  sed -n '/^# usage/,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
-  exit "$1"
+usage() { sed -n '/^# usage/,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+# wrong_usage WHAT: ends with one line that says what is wrong, and the usage.
+wrong_usage() {
+  echo "${0##*/}: $*" >&2
+  usage >&2
+  exit 2
 }
 
 self="$(realpath -- "${BASH_SOURCE[0]}")"
@@ -32,7 +35,7 @@ while (($#)); do
   case "$1" in
     --pack)
       archive="${2:-}"
-      [[ -n "${archive}" ]] || usage 2
+      [[ -n "${archive}" && "${archive}" != -* ]] || wrong_usage "--pack needs a file to write: --pack FILE.tar.gz"
       shift
       ;;
     --pack=?*) archive="${1#*=}" ;;
@@ -40,8 +43,14 @@ while (($#)); do
     --seconds=?*) seconds="${1#*=}" ;;
     --logs=?*) logs="${1#*=}" ;;
     --emulated) emulated=yes ;;
-    --help | -h) usage 0 ;;
-    *) usage 2 ;;
+    --help | -h)
+      usage
+      exit
+      ;;
+    --pack= | --architectures | --seconds | --logs | --architectures= | --seconds= | --logs=)
+      wrong_usage "${1%=} needs a value: ${1%=}=VALUE"
+      ;;
+    *) wrong_usage "unknown argument: $1" ;;
   esac
   shift
 done
@@ -124,7 +133,10 @@ fi
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 readonly here
-[[ -x "${here}/bin/train" ]] || fail "there are no programs beside this script: make an archive of both with --pack"
+[[ -x "${here}/bin/train" ]] || fail "there are no programs beside this script, which runs those of an archive.
+In the repository, where Bazel and the CUDA Toolkit are, make one; then run it where the GPUs are, here or elsewhere:
+  tools/gpu_check.sh --pack gpu_check.tar.gz
+  tar -xf gpu_check.tar.gz && gpu_check/gpu_check.sh"
 # A few seconds are for killing and for the table.
 readonly END=$((SECONDS + seconds - 8))
 

@@ -24,6 +24,8 @@ mkdir -p "${folder}/bin"
 cp -L tools/gpu_check.sh "${check}"
 expect 1
 expect_line 'no programs beside this script'
+expect_line '^  tools/gpu_check.sh --pack gpu_check.tar.gz$'
+expect_line '^  tar -xf gpu_check.tar.gz && gpu_check/gpu_check.sh$'
 
 for program in tools/train tools/make_markov tools/bench_optimizers model/bench_kernels; do
   ln -s "${PWD}/${program}" "${folder}/bin/"
@@ -36,8 +38,23 @@ expect_line 'this machine shows no NVIDIA GPU'
 (($(wc -l <"${out}") == 1)) || fail "more than one line: $(cat "${out}")"
 [[ ! -e gpu_check_logs ]] || fail "a folder for logs was made"
 
-expect 2 --seconds=soon
-expect 2 --fast
+# What is wrong with the arguments comes first, before the usage.
+expect_error() {
+  local line="$1"
+  shift
+  expect 2 "$@"
+  [[ "$(head -n 1 "${out}")" == "gpu_check.sh: ${line}" ]] || { cat "${out}" >&2; fail "does not begin with: ${line}"; }
+}
+expect_error '--seconds=soon is no number from 10 on' --seconds=soon
+expect_error 'unknown argument: --fast' --fast
+expect_line '^usage: tools/gpu_check.sh --pack'
+expect_error 'unknown argument: 300' --seconds=300 300
+expect_error '--seconds needs a value: --seconds=VALUE' --seconds 300
+expect_error '--logs needs a value: --logs=VALUE' --logs=
+expect_error '--pack needs a file to write: --pack FILE.tar.gz' --pack
+expect_error '--pack needs a file to write: --pack FILE.tar.gz' --pack --emulated
+expect 0 --help
+expect_line '^usage: tools/gpu_check.sh --pack'
 [[ "${1:-}" == emulated ]] || exit 0
 
 DIM0_SIMT_DEVICES=0 expect 1 --emulated

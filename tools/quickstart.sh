@@ -49,8 +49,14 @@ fi
 size="$(wc -c <"${data}")"
 ((size >= 1000000)) || die "--data=${data}: ${size} bytes are too few to learn from; give at least 1000000"
 
+# nvcc would take minutes for what nothing here can run.
+options=()
+if [[ "$(nvidia-smi -L 2>/dev/null)" != "GPU "* ]]; then
+  echo "No NVIDIA driver here shows a GPU (nvidia-smi -L): building without CUDA"
+  options+=(--repo_env=CUDA_HOME=none)
+fi
 echo "Building (several minutes the first time)"
-"${BAZEL}" build "--jobs=$(compile_jobs)" --show_progress_rate_limit=15 \
+"${BAZEL}" build "--jobs=$(compile_jobs)" --show_progress_rate_limit=15 ${options[@]+"${options[@]}"} \
   //tools:prepare //tools:train //tools:generate //tools:trace_report >"${dir}/build.log" 2>&1 ||
   { tail -n 40 "${dir}/build.log" >&2; die "the build failed (all it said: ${dir}/build.log)"; }
 

@@ -59,7 +59,7 @@ ABSL_FLAG(std::string, device, "cpu",
 ABSL_FLAG(
     int, ranks, 1,
     "ranks, as threads of this process; where a launcher (torchrun, mpirun, srun) has started "
-    "a process for each rank, its number counts");
+    "a process for each rank, their number, which need not be given");
 ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
 ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon, rmnp or sign_momentum");
 ABSL_FLAG(double, lr, 0,
@@ -401,10 +401,12 @@ absl::StatusOr<Setup> SetupFromFlags() {
   // One rank alone is a rank of this process: a batch system says so of every job.
   if (trainer.launch && trainer.launch->world_size == 1) trainer.launch.reset();
   if (!setup.leads()) spdlog::set_level(spdlog::level::warn);
-  if (trainer.launch && setup.leads() && absl::GetFlag(FLAGS_ranks) != 1 &&
-      absl::GetFlag(FLAGS_ranks) != trainer.launch->world_size) {
-    spdlog::warn("warning: --ranks={} has no effect: a launcher has started {} processes",
-                 absl::GetFlag(FLAGS_ranks), trainer.launch->world_size);
+  // One is what it is without the flag.
+  if (const int ranks = absl::GetFlag(FLAGS_ranks);
+      trainer.launch && ranks != 1 && ranks != trainer.launch->world_size) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--ranks=", ranks, ", but a launcher has started ", trainer.launch->world_size,
+        " processes, one for each rank; start ", ranks, " of them or leave --ranks out"));
   }
   DIM0_ASSIGN_OR_RETURN(trainer.backend, BackendFromFlag(trainer.launch));
   const int cores = std::max(1u, std::thread::hardware_concurrency());

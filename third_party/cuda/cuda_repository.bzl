@@ -1,8 +1,8 @@
 """The CUDA Toolkit of this machine, as a Bazel repository; nothing is downloaded or copied.
 
 Looked for in CUDA_HOME, CUDA_PATH, beside the nvcc on PATH, and in the usual places; NCCL there, too, in NCCL_HOME, and
-in the compiler's own search path. defs.bzl of the repository says whether both were found. Where not, the build leaves
-CUDA out, and says so.
+in the compiler's own search path. defs.bzl of the repository says whether both were found. Where not, or where
+CUDA_HOME is "none" (--repo_env=CUDA_HOME=none), the build leaves CUDA out, and says so.
 """
 
 # Of each library: its file, and whether programs are linked with it; others are loaded on demand (on_demand/).
@@ -82,6 +82,9 @@ def _leave_out(ctx, why):
     ctx.file("defs.bzl", _DEFS.format(False, [], "", "", ""), executable = False)
 
 def _cuda_repository_impl(ctx):
+    if ctx.os.environ.get("CUDA_HOME") == "none":
+        _leave_out(ctx, "CUDA_HOME=none")
+        return
     root, places = _find_toolkit(ctx)
     if not root:
         _leave_out(ctx, "no toolkit in %s; set CUDA_HOME to have it" % ", ".join(places))
