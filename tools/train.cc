@@ -631,7 +631,7 @@ int Main(int argc, char** argv) {
   if (const auto status = HandleCommandLine(
           argc, argv,
           "Trains a GPT-2 whose parameters, gradients and optimizer state are sharded by rows.\n"
-          "  train --model=gpt2 --ranks=2 --optimizer=rmnp --data=book.txt --run_dir=runs/first")) {
+          "  train --model=gpt2 --ranks=2 --optimizer=rmnp --data=TEXT --run_dir=runs/first")) {
     return *status;
   }
   absl::StatusOr<Setup> setup = SetupFromFlags();
