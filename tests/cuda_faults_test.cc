@@ -151,7 +151,7 @@ class CudaFaults : public testing::TestWithParam<std::string> {
     return result;
   }
 
-  static constexpr absl::Duration kDeadline = absl::Minutes(1);
+  static constexpr absl::Duration kDeadline = absl::Minutes(3);  // on a busy machine, too
   std::string run_dir_;
   std::atomic<int64_t> calls_before_steps_ = 0, calls_of_first_step_ = 0;
   std::atomic<int64_t> allocations_before_steps_ = 0, allocations_of_first_step_ = 0;
@@ -197,7 +197,7 @@ TEST_P(CudaFaults, ACallThatFailsEndsTheRunInOneLineOrChangesNothing) {
       EXPECT_TRUE(result.weights == whole.weights);
       EXPECT_TRUE(fs::exists(run_dir_ + "/summary.json"));
       EXPECT_TRUE(call.empty() || kHarmless.contains(call) ||
-                  (kMeasurement.contains(call) && n <= before_steps));
+                  (kMeasurement.contains(call) && n <= calls_before_steps_));
     } else {
       ++failures;
       EXPECT_FALSE(absl::IsDeadlineExceeded(status));
