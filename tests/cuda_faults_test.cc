@@ -338,5 +338,24 @@ TEST_F(CudaProgram, ACallThatFailsEndsTheProgramWithStatus1AndOneLine) {
   EXPECT_GE(failures, 3);
 }
 
+TEST_F(CudaProgram, WhereNcclDoesNotEvenAbortTheProgramEndsAllTheSame) {
+  const Setting hangs("DIM0_SIMT_ABORT_HANGS", "1");
+  int last_resorts = 0;
+  for (const int64_t call : {1400, 2000, 2600}) {  // with channels open
+    fs::remove_all(Path("run"));
+    const Setting fault("DIM0_SIMT_FAIL_CALL", absl::StrCat(call));
+    const Outcome outcome =
+        Run("tools/train", Arguments({"--device=cuda", "--ranks=2", "--collective_timeout=5s"}));
+    SCOPED_TRACE(absl::StrCat(call, ": ", outcome.err));
+    EXPECT_EQ(outcome.signal, 0);
+    if (outcome.exit_status == 0) continue;
+    EXPECT_EQ(outcome.exit_status, 1);
+    EXPECT_FALSE(fs::exists(Path("run/summary.json")));
+    const std::string told = "; NCCL has not aborted within 5s: ending the process\n";
+    if (absl::EndsWith(outcome.err, told)) ++last_resorts;
+  }
+  EXPECT_GE(last_resorts, 1);
+}
+
 }  // namespace
 }  // namespace dim0

@@ -16,7 +16,7 @@
 // first call of a kind still connects to the peers. Each call lies between two events. A watchdog
 // thread looks whether a call has begun and not ended within the timeout, counted from when its
 // stream got to it, and asks NCCL for errors. If there is one, it says what the board knows of the
-// missing ranks, and aborts all communicators.
+// missing ranks, and aborts all communicators. If NCCL does not even abort, the process ends.
 //
 // Ranks of other processes. In each round of news every rank brings what it has posted since the
 // last one, over a host channel; so boards agree up to a fraction of a second. A process that ends
@@ -29,6 +29,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -68,6 +69,8 @@ constexpr absl::Duration kWatch = absl::Milliseconds(5);
 constexpr absl::Duration kNews = absl::Milliseconds(200);
 // How long a communicator whose calls are done may take to say goodbye to its peers.
 constexpr absl::Duration kFarewell = absl::Seconds(10);
+// How long NCCL may take to abort, unless ranks wait for one another for less.
+constexpr absl::Duration kAbort = absl::Minutes(1);
 // Elements whose maximum is taken at a time: the channel's scratch holds so many keys.
 constexpr int64_t kKeys = int64_t{1} << 16;
 
@@ -154,6 +157,38 @@ struct End {
   std::deque<Enqueued> enqueued;
   std::vector<cudaEvent_t> idle;  // events to use again
   bool closed = false;
+};
+
+// Ends the process if it lives for longer than `limit`. For calls into NCCL after which nothing can
+// be waited for: where they do not return, a GPU or the driver hangs, and so would every orderly
+// end.
+class LastResort {
+ public:
+  LastResort(absl::string_view why, absl::Duration limit)
+      : thread_([this, why = std::string(why), limit] {
+          std::unique_lock<std::mutex> lock(mutex_);
+          if (passed_.wait_for(lock, absl::ToChronoNanoseconds(limit), [&] { return over_; }))
+            return;
+          std::fprintf(stderr, "%s; NCCL has not aborted within %s: ending the process\n",
+                       why.c_str(), absl::FormatDuration(limit).c_str());
+          std::_Exit(EXIT_FAILURE);
+        }) {}
+  ~LastResort() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      over_ = true;
+      passed_.notify_all();
+    }
+    thread_.join();
+  }
+  LastResort(const LastResort&) = delete;
+  LastResort& operator=(const LastResort&) = delete;
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable passed_;
+  bool over_ = false;
+  std::thread thread_;
 };
 
 // What the ranks of this process share. Kept alive by their groups and communicators.
@@ -409,7 +444,7 @@ class World {
 
   // As one group: NCCL waits, in an abort, for the streams that the communicator has used, and
   // these may wait for a call of another one. In a group all are told before any is waited for.
-  static void Abort(absl::Span<const std::shared_ptr<End>> ends) {
+  void Abort(absl::Span<const std::shared_ptr<End>> ends) {
     // A call of NCCL's that does not return must not keep the others waiting: NCCL lets go of it.
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(1);
     std::vector<std::unique_lock<std::timed_mutex>> locks;
@@ -420,6 +455,9 @@ class World {
       communicators.emplace_back(end->device, std::exchange(end->comm, nullptr));
     }
     if (communicators.empty()) return;
+    const absl::Status why = Health();
+    const LastResort last_resort(why.ok() ? "channels are closed" : why.message(),
+                                 std::min(timeout, kAbort));
     (void)ncclGroupStart();
     for (const auto& [device, comm] : communicators) {
       (void)cudaSetDevice(device);

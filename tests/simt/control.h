@@ -11,6 +11,8 @@
 //                        1: a device runs one NCCL operation at a time, in the order in which the
 //                        host enqueued them, whatever the communicators and streams, as a GPU may
 //                        that has no room for two: ranks with different orders then hang (0)
+//   DIM0_SIMT_ABORT_HANGS
+//                        1: ncclCommAbort never returns, as where a GPU hangs (0)
 //   DIM0_SIMT_FAIL_CALL  the how many-th call is to fail (0: none)
 #ifndef DIM0_TESTS_SIMT_CONTROL_H_
 #define DIM0_TESTS_SIMT_CONTROL_H_
@@ -31,6 +33,7 @@ struct Settings {
   bool races = false;  // on shared memory are found, and fail the kernel
   bool lazy = false;
   bool nccl_in_order = false;
+  bool abort_hangs = false;
 };
 
 Settings GetSettings();

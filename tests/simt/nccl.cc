@@ -3,6 +3,7 @@
 #include <nccl.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -766,6 +768,7 @@ ncclResult_t ncclCommAbort(ncclComm_t handle) {
   if (!Enter("ncclCommAbort", false)) return ncclUnhandledCudaError;
   const auto comm = Find(handle);
   if (!comm) return Error(ncclInvalidArgument, "ncclCommAbort: no such communicator");
+  while (GetSettings().abort_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   Change([&] {
     comm->aborted = true;
     comm->pending = nullptr;

@@ -72,6 +72,7 @@ Settings SettingsFromEnvironment() {
   settings.races = EnvironmentNumber("DIM0_SIMT_RACES", 0, 0, 1) == 1;
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
   settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
+  settings.abort_hangs = EnvironmentNumber("DIM0_SIMT_ABORT_HANGS", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
     if (std::strcmp(order, "shuffled") == 0) {
       settings.order = ThreadOrder::kShuffled;
