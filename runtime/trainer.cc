@@ -241,14 +241,12 @@ class RankRun {
     std::error_code error;
     const fs::path metrics =
         fs::relative(fs::path(options_.run_dir) / "metrics.jsonl", options_.trace.dir, error);
-    std::map<std::string, std::string> flags = workload_.flags;
-    flags["device_name"] = device_->name();
     tracer_.emplace(options_.trace, RankTrace{.rank = group_.rank(),
                                               .world_size = group_.world_size(),
                                               .backend = std::string(group_.trace_backend()),
                                               .model = absl::StrCat(absl::Hex(table.Hash())),
                                               .parameters = table.elements(),
-                                              .flags = std::move(flags),
+                                              .flags = workload_.flags,
                                               .metrics = error ? "" : metrics.string()});
     device_->SetRecorder(tracer_->recorder());
   }
