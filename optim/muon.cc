@@ -108,15 +108,8 @@ absl::Status Muon::Plan(const ParameterTable& table, absl::Span<const int> ids,
 }
 
 absl::Status Muon::Start() {
-  for (const auto& [channel, stream] : {std::pair(gather_channel_.get(), gather_.get()),
-                                        {scatter_channel_.get(), scatter_.get()}}) {
-    stream->Enqueue({.name = "connect", .kind = OpKind::kCollective},
-                    [channel = channel](const OpContext& context) {
-                      return channel->Connect({.native_stream = context.native_stream});
-                    });
-    DIM0_RETURN_IF_ERROR(stream->Synchronize());
-  }
-  return absl::OkStatus();
+  DIM0_RETURN_IF_ERROR(Connect(*gather_channel_, *gather_));
+  return Connect(*scatter_channel_, *scatter_);
 }
 
 absl::Status Muon::MakeBlocks(const ParameterTable& table, absl::Span<const int> ids,

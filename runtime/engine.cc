@@ -318,15 +318,9 @@ absl::Status Engine::OpenChannels() {
 }
 
 absl::Status Engine::Connect() {
-  for (const auto& [channel, stream] : {std::pair(parameter_channel_.get(), all_gather_.get()),
-                                        {gradient_channel_.get(), reduce_scatter_.get()},
-                                        {control_channel_.get(), reduce_scatter_.get()}}) {
-    stream->Enqueue({.name = "connect", .kind = OpKind::kCollective},
-                    [channel = channel](const OpContext& context) {
-                      return channel->Connect({.native_stream = context.native_stream});
-                    });
-    DIM0_RETURN_IF_ERROR(stream->Synchronize());
-  }
+  DIM0_RETURN_IF_ERROR(dim0::Connect(*parameter_channel_, *all_gather_));
+  DIM0_RETURN_IF_ERROR(dim0::Connect(*gradient_channel_, *reduce_scatter_));
+  DIM0_RETURN_IF_ERROR(dim0::Connect(*control_channel_, *reduce_scatter_));
   if (optimizer_ != nullptr) DIM0_RETURN_IF_ERROR(optimizer_->Start());
   return Settled(absl::OkStatus());
 }

@@ -132,6 +132,14 @@ class Stream {
   virtual const std::string& name() const = 0;
 };
 
+// Connects a channel whose calls will be enqueued on `stream`; see Communicator::Connect. Blocks.
+inline absl::Status Connect(Communicator& channel, Stream& stream) {
+  stream.Enqueue({.name = "connect", .kind = OpKind::kCollective}, [&](const OpContext& context) {
+    return channel.Connect({.native_stream = context.native_stream});
+  });
+  return stream.Synchronize();
+}
+
 }  // namespace dim0
 
 #endif  // DIM0_RUNTIME_STREAM_H_

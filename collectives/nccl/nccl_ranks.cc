@@ -12,8 +12,8 @@
 // which the host enqueued them, from CUDA 12.3 on without giving up that they overlap. Ranks that
 // make only one channel's calls at a time may order channels as they like.
 //
-// Hangs. Communicators are non-blocking: NCCL's calls return at once and are polled, since the
-// first call of a kind still connects to the peers. Each call lies between two events. A watchdog
+// Hangs. Communicators are non-blocking: NCCL's calls return at once and are polled, since
+// one that connects to the peers waits for them. Each call lies between two events. A watchdog
 // thread looks whether a call has begun and not ended within the timeout, counted from when its
 // stream got to it, and asks NCCL for errors. If there is one, it says what the board knows of the
 // missing ranks, and aborts all communicators. If NCCL does not even abort, the process ends.

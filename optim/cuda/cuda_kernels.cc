@@ -189,8 +189,6 @@ class CudaOptimizerKernels : public OptimizerKernels {
         });
   }
 
-  // At the rate of bfloat16, and eight times as accurate; what Newton-Schulz makes is far from the
-  // ends of its range. In bfloat16, the Gram algorithm loses the small singular values altogether.
   absl::Status Prepare() override {
     if (products_ == nullptr) {
       DIM0_ASSIGN_OR_RETURN(products_, cuda::MatMul::Create());
@@ -201,6 +199,8 @@ class CudaOptimizerKernels : public OptimizerKernels {
     return absl::OkStatus();
   }
 
+  // At the rate of bfloat16, and eight times as accurate; what Newton-Schulz makes is far from the
+  // ends of its range. In bfloat16, the Gram algorithm loses the small singular values altogether.
   DType matrix_dtype() const override { return DType::kFloat16; }
 
   // Ten matrices of 1280 x 1280, whose tiles are several times as many as a large GPU takes at

@@ -288,10 +288,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Sets results[i] to the sum of squares of array i of `count`, of `size` elements each, which lie
-// one after another; each sum made of up to `most` others. count * most sums fit in `workspace`.
-cudaError_t LaunchSums(ElementType type, const void* x, int64_t size, int count, int64_t most,
-                       void* workspace, double* results, cudaStream_t stream) {
-  const int blocks = BlocksFor(size, most);
+// one after another; count is at most kMatricesAtOnce.
+cudaError_t LaunchSums(ElementType type, const void* x, int64_t size, int count, void* workspace,
+                       double* results, cudaStream_t stream) {
+  const int blocks = BlocksFor(size, kMostSumsOfMatrix);
   auto* const partial = static_cast<double*>(workspace);
   if (size > 0) {
     const cudaError_t error = WithMatrixType(type, [&](auto tag) {
@@ -381,8 +381,7 @@ cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int
     const int count = static_cast<int>(std::min(kMatricesAtOnce, batch - first));
     const void* const from = static_cast<const char*>(x) + first * size * SizeOf(type_x);
     void* const to = static_cast<char*>(out) + first * size * SizeOf(type_out);
-    cudaError_t error =
-        LaunchSums(type_x, from, size, count, kMostSumsOfMatrix, workspace, squares, stream);
+    cudaError_t error = LaunchSums(type_x, from, size, count, workspace, squares, stream);
     if (error != cudaSuccess) return error;
     error = WithMatrixType(type_x, [&](auto tag_x) {
       return WithMatrixType(type_out, [&](auto tag_out) {
