@@ -1,5 +1,6 @@
 #include "collectives/launch.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <functional>
 #include <optional>
@@ -9,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 
 namespace dim0 {
@@ -16,17 +18,17 @@ namespace {
 
 struct Launcher {
   const char* mark;  // set in the processes that it has started
-  const char *rank, *world_size, *local_rank;
+  const char *rank, *world_size, *local_rank, *local_size;
 };
 // The processes that mpirun starts inherit Slurm's variables for mpirun itself, where that runs in
 // an allocation: Slurm comes after it. But srun may set PMI_RANK, too.
 constexpr Launcher kLaunchers[] = {
-    {"RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK"},
+    {"RANK", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK"},
-    {"MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
-    {"SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"},
-    {"PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"},
+     "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {"MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {"SLURM_PROCID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"},
+    {"PMI_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
 };
 
 using Variable = std::function<const char*(const char*)>;
@@ -44,6 +46,22 @@ absl::StatusOr<int> Number(const Variable& variable, const char* name, int low, 
         absl::StrCat(name, " is '", text, "'; it must be a number from ", low, " to ", high));
   }
   return value;
+}
+
+// The largest number, in [low, high], of a list as Slurm writes it: "4(x2),1" is 4, 4 and 1.
+absl::StatusOr<int> LargestNumber(const char* name, absl::string_view text, int low, int high) {
+  int largest = 0;
+  for (absl::string_view part : absl::StrSplit(text, ',')) {
+    int value = 0;
+    if (!absl::SimpleAtoi(part.substr(0, part.find("(x")), &value) || value < 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          name, " is '", text, "'; it must be how many ranks a machine has, as 4 or 4(x2),1"));
+    }
+    largest = std::max(largest, value);
+  }
+  if (largest >= low && largest <= high) return largest;
+  return absl::InvalidArgumentError(absl::StrCat(name, " is '", text, "', but the job has ", high,
+                                                 " ranks, and this machine ", low, " at least"));
 }
 
 }  // namespace
@@ -69,6 +87,12 @@ absl::StatusOr<std::optional<Launch>> ReadLaunchEnvironment(const Variable& vari
           absl::StrCat(launcher.local_rank,
                        " is not set; it must be the rank's number among those "
                        "of its machine, from 0 on"));
+    }
+    launch.local_size = launch.world_size;
+    if (const char* const text = variable(launcher.local_size); text != nullptr) {
+      number = LargestNumber(launcher.local_size, text, launch.local_rank + 1, launch.world_size);
+      if (!number.ok()) return number.status();
+      launch.local_size = *number;
     }
     if (launch.world_size == 1) return launch;
 

@@ -26,6 +26,7 @@ absl::StatusOr<std::optional<Launch>> Read(const Variables& variables) {
 const Variables kTorchrun = {{"RANK", "5"},
                              {"WORLD_SIZE", "8"},
                              {"LOCAL_RANK", "1"},
+                             {"LOCAL_WORLD_SIZE", "4"},
                              {"MASTER_ADDR", "node-0"},
                              {"MASTER_PORT", "29500"}};
 
@@ -45,8 +46,29 @@ TEST(LaunchTest, ReadsWhatTorchrunSets) {
   EXPECT_EQ((*launch)->rank, 5);
   EXPECT_EQ((*launch)->world_size, 8);
   EXPECT_EQ((*launch)->local_rank, 1);
+  EXPECT_EQ((*launch)->local_size, 4);
   EXPECT_EQ((*launch)->address, "node-0");
   EXPECT_EQ((*launch)->port, 29500);
+}
+
+TEST(LaunchTest, WhereNothingSaysHowManyRanksAMachineHasItHasAll) {
+  const auto launch = Read(Without(kTorchrun, "LOCAL_WORLD_SIZE"));
+  ASSERT_TRUE(launch.ok()) << launch.status();
+  EXPECT_EQ((*launch)->local_size, 8);
+}
+
+TEST(LaunchTest, OfSlurmsRanksOfEachMachineTheMostCount) {
+  const Variables slurm = {{"SLURM_PROCID", "5"},
+                           {"SLURM_NTASKS", "9"},
+                           {"SLURM_LOCALID", "1"},
+                           {"MASTER_ADDR", "node-0"},
+                           {"MASTER_PORT", "29500"}};
+  for (const auto& [text, most] : std::map<std::string, int>{
+           {"9", 9}, {"3(x3)", 3}, {"4(x2),1", 4}, {"1,2(x4)", 2}, {"2,2,5", 5}}) {
+    const auto launch = Read(With(slurm, "SLURM_STEP_TASKS_PER_NODE", text));
+    ASSERT_TRUE(launch.ok()) << launch.status();
+    EXPECT_EQ((*launch)->local_size, most) << text;
+  }
 }
 
 TEST(LaunchTest, TakesTheNextPortWhereTorchrunsAgentListensAtTheFirst) {
@@ -62,6 +84,7 @@ TEST(LaunchTest, ReadsWhatOpenMpiAndSlurmSetAfterTorchruns) {
   Variables variables = {{"OMPI_COMM_WORLD_RANK", "2"},
                          {"OMPI_COMM_WORLD_SIZE", "3"},
                          {"OMPI_COMM_WORLD_LOCAL_RANK", "0"},
+                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "1"},
                          {"SLURM_PROCID", "0"},
                          {"SLURM_NTASKS", "1"},
                          {"SLURM_LOCALID", "0"},
@@ -71,6 +94,7 @@ TEST(LaunchTest, ReadsWhatOpenMpiAndSlurmSetAfterTorchruns) {
   ASSERT_TRUE(launch.ok()) << launch.status();
   EXPECT_EQ((*launch)->rank, 2);
   EXPECT_EQ((*launch)->world_size, 3);
+  EXPECT_EQ((*launch)->local_size, 1);
   variables.insert(kTorchrun.begin(), kTorchrun.end());
   launch = Read(variables);
   ASSERT_TRUE(launch.ok()) << launch.status();
@@ -93,6 +117,7 @@ TEST(LaunchTest, ReadsWhatHydraSetsAfterTorchrunsAndOpenMpis) {
   EXPECT_EQ((*launch)->rank, 3);
   EXPECT_EQ((*launch)->world_size, 4);
   EXPECT_EQ((*launch)->local_rank, 1);
+  EXPECT_EQ((*launch)->local_size, 2);
   EXPECT_EQ((*launch)->address, "node-0");
   EXPECT_EQ((*launch)->port, 29500);
   Variables variables = kHydra;
@@ -160,6 +185,12 @@ TEST(LaunchTest, AnythingElseIsRefusedByTheVariablesName) {
       {With(kTorchrun, "WORLD_SIZE", "0"), "WORLD_SIZE is '0'"},
       {With(kTorchrun, "WORLD_SIZE", "99999999999"), "WORLD_SIZE is '99999999999'"},
       {With(kTorchrun, "LOCAL_RANK", "8"), "LOCAL_RANK is '8'"},
+      {With(kTorchrun, "LOCAL_WORLD_SIZE", "x"), "LOCAL_WORLD_SIZE is 'x'"},
+      {With(kTorchrun, "LOCAL_WORLD_SIZE", "0"), "LOCAL_WORLD_SIZE is '0'"},
+      {With(kTorchrun, "LOCAL_WORLD_SIZE", "1"),
+       "LOCAL_WORLD_SIZE is '1', but the job has 8 ranks, and this machine 2 at least"},
+      {With(kTorchrun, "LOCAL_WORLD_SIZE", "9"), "LOCAL_WORLD_SIZE is '9', but the job has 8"},
+      {With(kTorchrun, "LOCAL_WORLD_SIZE", "4,"), "LOCAL_WORLD_SIZE is '4,'"},
       {With(kTorchrun, "MASTER_PORT", "65536"), "MASTER_PORT is '65536'"},
       {With(kTorchrun, "MASTER_PORT", ""), "MASTER_PORT is ''"},
       {With(With(kTorchrun, "MASTER_PORT", "65535"), "TORCHELASTIC_USE_AGENT_STORE", "True"),

@@ -60,9 +60,11 @@ class Device {
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;
   virtual void Free(void* data, int64_t bytes) = 0;
 
-  // What the ranks of this process may still allocate when `threads` threads of theirs compute.
-  // ResourceExhausted, with advice, if so many cannot even start.
-  virtual absl::StatusOr<AvailableMemory> Available(int threads) const = 0;
+  // What the ranks of this process, of a job of `world_size`, may still allocate when `threads`
+  // threads of theirs compute, and `processes` like this one, itself included, share the machine's
+  // memory. ResourceExhausted, with advice, if so many threads cannot even start.
+  virtual absl::StatusOr<AvailableMemory> Available(int world_size, int threads,
+                                                    int processes) const = 0;
 
   // The rate in FLOP/s of matrix products as models whose parameters are `parameters` compute them
   // here, over about `duration`, on square matrices that exceed the caches: the yardstick of a run.

@@ -77,4 +77,15 @@ std::string ShellWord(absl::string_view word) {
   return escaped + "'";
 }
 
+std::string FormatBytes(int64_t bytes) {
+  double amount = static_cast<double>(bytes) / 1024;
+  const char* unit = "KiB";
+  for (const char* const larger : {"MiB", "GiB"}) {
+    if (amount < 1024) break;
+    amount /= 1024;
+    unit = larger;
+  }
+  return absl::StrFormat("%.2f %s", amount, unit);
+}
+
 }  // namespace dim0

@@ -44,5 +44,14 @@ TEST(ShellWord, QuotesWhatAShellWouldTakeApart) {
   EXPECT_EQ(ShellWord("\xff"), "$'\\377'");
 }
 
+TEST(FormatBytes, TakesTheLargestUnitOfWhichThereIsOne) {
+  EXPECT_EQ(FormatBytes(0), "0.00 KiB");
+  EXPECT_EQ(FormatBytes(100), "0.10 KiB");
+  EXPECT_EQ(FormatBytes((1 << 20) - 1024), "1023.00 KiB");
+  EXPECT_EQ(FormatBytes(1 << 20), "1.00 MiB");
+  EXPECT_EQ(FormatBytes(int64_t{3} << 29), "1.50 GiB");
+  EXPECT_EQ(FormatBytes(int64_t{5} << 40), "5120.00 GiB");
+}
+
 }  // namespace
 }  // namespace dim0

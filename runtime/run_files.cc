@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
 #include <iterator>
@@ -19,9 +20,9 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "runtime/check.h"
 #include "runtime/file.h"
+#include "runtime/printable.h"
 
 namespace dim0 {
 namespace {
@@ -44,6 +45,10 @@ absl::Status MakeDir(const std::string& dir, absl::string_view flag) {
   const absl::Status made = MakeDirectories(dir);
   if (made.ok()) return made;
   return absl::Status(made.code(), absl::StrCat(made.message(), "; choose another ", flag));
+}
+
+int64_t FreeBytes(const struct statvfs& disk) {
+  return static_cast<int64_t>(disk.f_bavail) * static_cast<int64_t>(disk.f_frsize);
 }
 
 // What writers of the run's files and of traces have left in `dir` when they were killed. The lock
@@ -193,16 +198,16 @@ absl::Status CheckFreeSpace(const std::string& run_dir, int64_t bytes) {
   if (statvfs(run_dir.c_str(), &disk) != 0 || getrlimit(RLIMIT_FSIZE, &limit) != 0) {
     return PathError("tell how much fits into", run_dir, std::strerror(errno));
   }
-  const double free = static_cast<double>(disk.f_bavail) * disk.f_frsize;
+  const int64_t free = FreeBytes(disk);
   if (free < bytes) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "%s has %.1f MiB free and the weights take %.1f MiB; make room or choose another --run_dir",
-        run_dir, free / 1048576.0, bytes / 1048576.0));
+    return absl::ResourceExhaustedError(
+        absl::StrCat(run_dir, " has ", FormatBytes(free), " free and the weights take ",
+                     FormatBytes(bytes), "; make room or choose another --run_dir"));
   }
   if (limit.rlim_cur != RLIM_INFINITY && static_cast<double>(limit.rlim_cur) < bytes) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "files may be %.1f MiB long and the weights take %.1f MiB; raise the limit (ulimit -f)",
-        limit.rlim_cur / 1048576.0, bytes / 1048576.0));
+    return absl::ResourceExhaustedError(
+        absl::StrCat("files may be ", FormatBytes(limit.rlim_cur), " long and the weights take ",
+                     FormatBytes(bytes), "; raise the limit (ulimit -f)"));
   }
   return absl::OkStatus();
 }
@@ -216,12 +221,12 @@ absl::Status CheckFreeSpaceForTrace(const std::string& trace_dir, int64_t trace_
       trace.st_dev != run.st_dev || statvfs(trace_dir.c_str(), &disk) != 0) {
     return absl::OkStatus();
   }
-  const double free = static_cast<double>(disk.f_bavail) * disk.f_frsize;
-  if (free >= static_cast<double>(weight_bytes) + trace_bytes) return absl::OkStatus();
-  return absl::ResourceExhaustedError(absl::StrFormat(
-      "%s has %.1f MiB free, the weights will take %.1f MiB and the trace would take about %.1f "
-      "MiB; make room or choose another --trace",
-      trace_dir, free / 1048576.0, weight_bytes / 1048576.0, trace_bytes / 1048576.0));
+  const int64_t free = FreeBytes(disk);
+  if (free - weight_bytes >= trace_bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(
+      absl::StrCat(trace_dir, " has ", FormatBytes(free), " free, the weights will take ",
+                   FormatBytes(weight_bytes), " and the trace would take about ",
+                   FormatBytes(trace_bytes), "; make room or choose another --trace"));
 }
 
 absl::StatusOr<JsonLinesFile> JsonLinesFile::Create(const std::string& path) {

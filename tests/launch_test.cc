@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -20,6 +21,7 @@
 namespace dim0 {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
@@ -51,9 +53,11 @@ class LaunchTest : public ProgramTest {
             absl::StrCat("--run_dir=", Path(run_dir))};
   }
 
-  // One of `world_size` ranks, as torchrun starts it.
-  std::unique_ptr<RunningProgram> Start(int rank, int world_size, int port, Arguments flags) {
+  // One of `world_size` ranks, as torchrun starts it on `machines` machines.
+  std::unique_ptr<RunningProgram> Start(int rank, int world_size, int port, const Arguments& flags,
+                                        int machines = 1) {
     Arguments all = {absl::StrCat("RANK=", rank),
+                     absl::StrCat("LOCAL_WORLD_SIZE=", world_size / machines),
                      absl::StrCat("LOCAL_RANK=", rank),
                      absl::StrCat("WORLD_SIZE=", world_size),
                      "MASTER_ADDR=127.0.0.1",
@@ -118,6 +122,31 @@ TEST_F(LaunchTest, RanksWithDifferentFlagsOrDataDoNotTrain) {
     }
     EXPECT_FALSE(fs::exists(Path("run/model.safetensors")));
   }
+}
+
+// Each process would do in all of the machine's memory, but not in its share: a rank gathers
+// a block of 12 width^2 float32 parameters.
+TEST_F(LaunchTest, TheProcessesOfAMachineShareItsMemory) {
+  Write("long.txt", std::string(400'000, 'a'));
+  std::ifstream meminfo("/proc/meminfo");
+  std::string key;
+  int64_t kib = 0;
+  while (key != "MemAvailable:" && meminfo >> key) {
+  }
+  ASSERT_TRUE(meminfo >> kib);
+  const int ranks = static_cast<int>(kib >> 19) + 8;  // 512 MiB each at most
+  Arguments flags = Flags("run", 1);
+  for (const char* const flag : {"--width=4096", "--batch=1", "--collective_timeout=1s"}) {
+    flags.push_back(flag);
+  }
+  flags.push_back(absl::StrCat("--data=", Path("long.txt")));
+  Outcome outcome = Start(0, ranks, FreePort(), flags)->Wait();
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_THAT(outcome.err, AllOf(HasSubstr("the run needs "), HasSubstr("iB a rank and "),
+                                 HasSubstr("MiB are available; ")));
+  outcome = Start(0, ranks, FreePort(), flags, /*machines=*/ranks)->Wait();
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_THAT(outcome.err, HasSubstr("did not come to rank 0"));
 }
 
 TEST_F(LaunchTest, ASignalBeforeTheRanksHaveMetEndsTheProcessAtOnce) {

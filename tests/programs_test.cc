@@ -570,7 +570,7 @@ TEST_F(ProgramsTest, TrainRefusesToStartWhereItsWeightsWouldNotFit) {
       Run("/bin/sh", {"-c", absl::StrCat("ulimit -f 100 && exec tools/train ", train)});
   EXPECT_EQ(outcome.exit_status, 1);
   EXPECT_EQ(outcome.err,
-            "train: files may be 0.0 MiB long and the weights take 0.1 MiB; raise the limit "
+            "train: files may be 50.00 KiB long and the weights take 92.94 KiB; raise the limit "
             "(ulimit -f)\n");
   EXPECT_THAT(outcome.out, Not(HasSubstr("step 1")));
   EXPECT_THAT(Names(), ElementsAre("run", "text.txt"));
@@ -585,7 +585,8 @@ TEST_F(ProgramsTest, TrainEndsWithOneLineWhereTheSystemGivesItNoThreads) {
       "/bin/sh",
       {"-c", absl::StrCat("ulimit -v 140000 && OPENBLAS_NUM_THREADS=2 exec tools/train ", train)});
   EXPECT_EQ(outcome.exit_status, 1);
-  EXPECT_THAT(outcome.err, HasSubstr("train: the limit on address space (ulimit -v) is 0.1 GiB"));
+  EXPECT_THAT(outcome.err,
+              HasSubstr("train: the limit on address space (ulimit -v) is 136.72 MiB"));
 }
 
 TEST_F(ProgramsTest, GenerateFailsWhenItsTextIsLost) {

@@ -24,6 +24,7 @@
 #include "runtime/check.h"
 #include "runtime/device.h"
 #include "runtime/file.h"
+#include "runtime/printable.h"
 #include "spdlog/sinks/stdout_sinks.h"
 #include "spdlog/spdlog.h"
 #include "tools/flags.h"
@@ -249,8 +250,9 @@ absl::Status CheckMemory(const Setup& setup) {
   // GPUs may be fewer than ranks.
   DIM0_RETURN_IF_ERROR(CreateLocalRanks(options.backend, options.ranks, {}).status());
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device, CreateDevice(options.backend, 1));
-  DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
-                        device->Available(options.ranks * options.threads_per_rank));
+  DIM0_ASSIGN_OR_RETURN(
+      const AvailableMemory memory,
+      device->Available(options.ranks, options.ranks * options.threads_per_rank, 1));
   // `of_rank`: what each rank needs.
   const auto fits = [&](absl::string_view what, const std::vector<int64_t>& of_rank,
                         absl::string_view advice) -> absl::Status {
@@ -258,9 +260,9 @@ absl::Status CheckMemory(const Setup& setup) {
                                ? *std::max_element(of_rank.begin(), of_rank.end())
                                : std::accumulate(of_rank.begin(), of_rank.end(), int64_t{0});
     if (needed <= memory.bytes) return absl::OkStatus();
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "%s needs %.1f GiB %s and %.1f GiB are available; %s", what, needed / 1073741824.0,
-        memory.of_each_rank ? "on a GPU" : "in all", memory.bytes / 1073741824.0, advice));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        what, " needs ", FormatBytes(needed), memory.of_each_rank ? " on a GPU" : " in all",
+        " and ", FormatBytes(memory.bytes), " are available; ", advice));
   };
   constexpr char kSmallerModel[] = "choose fewer --layers or a smaller --width";
   for (const std::vector<Scheme>& group : Together(setup.schemes)) {

@@ -23,7 +23,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
@@ -60,7 +59,8 @@ ABSL_FLAG(
     int, ranks, 1,
     "ranks, as threads of this process; where a launcher (torchrun, mpirun, srun) has started "
     "a process for each rank, their number, which need not be given");
-ABSL_FLAG(int, threads_per_rank, 0, "threads of each rank; 0: the cores divided by --ranks");
+ABSL_FLAG(int, threads_per_rank, 0,
+          "threads of each rank; 0: the machine's cores divided by its ranks");
 ABSL_FLAG(std::string, optimizer, "adamw", "adamw, muon, rmnp or sign_momentum");
 ABSL_FLAG(double, lr, 0,
           "learning rate of AdamW, which under the other optimizers updates what is no hidden "
@@ -412,7 +412,10 @@ absl::StatusOr<Setup> SetupFromFlags() {
   const int cores = std::max(1u, std::thread::hardware_concurrency());
   trainer.ranks = trainer.launch ? trainer.launch->world_size : absl::GetFlag(FLAGS_ranks);
   trainer.threads_per_rank = absl::GetFlag(FLAGS_threads_per_rank);
-  if (trainer.threads_per_rank == 0) trainer.threads_per_rank = std::max(1, cores / trainer.ranks);
+  if (trainer.threads_per_rank == 0) {
+    const int sharing = trainer.launch ? trainer.launch->local_size : trainer.ranks;
+    trainer.threads_per_rank = std::max(1, cores / sharing);
+  }
   const int64_t threads = int64_t{trainer.launch ? 1 : trainer.ranks} * trainer.threads_per_rank;
   if (threads > kMostThreads) {
     return absl::InvalidArgumentError(absl::StrCat(
@@ -518,14 +521,17 @@ absl::Status CheckMemory(const Setup& setup) {
   DIM0_ASSIGN_OR_RETURN(const std::vector<MemoryUse> plan,
                         PlanMemory(setup.trainer, setup.MakeWorkload()));
   spdlog::info("predicted memory of the fullest rank:\n{}", MemoryTable(plan));
-  DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Device> device,
-                        CreateDevice(setup.trainer.backend, 1, Residency::kAtOnce,
-                                     DeviceOrdinal(0, setup.trainer.launch)));
-  DIM0_ASSIGN_OR_RETURN(const AvailableMemory memory,
-                        device->Available((setup.trainer.launch ? 1 : setup.trainer.ranks) *
-                                          setup.trainer.threads_per_rank));
+  const std::optional<Launch>& launch = setup.trainer.launch;
+  DIM0_ASSIGN_OR_RETURN(
+      const std::unique_ptr<Device> device,
+      CreateDevice(setup.trainer.backend, 1, Residency::kAtOnce, DeviceOrdinal(0, launch)));
+  const int ranks_here = launch ? 1 : setup.trainer.ranks;
+  DIM0_ASSIGN_OR_RETURN(
+      const AvailableMemory memory,
+      device->Available(setup.trainer.ranks, ranks_here * setup.trainer.threads_per_rank,
+                        launch ? launch->local_size : 1));
   const int64_t available = memory.bytes;
-  const int64_t needed = NeededBytes(plan, memory, setup.trainer.launch.has_value());
+  const int64_t needed = NeededBytes(plan, memory, launch.has_value());
   if (needed <= available) return absl::OkStatus();
 
   // Each change alone; else as many together, the cheapest for speed first, as it takes.
@@ -556,7 +562,6 @@ absl::Status CheckMemory(const Setup& setup) {
     together_bytes = added_bytes;
     together_flags.push_back(flag);
   }
-  constexpr double kGiB = 1 << 30;
   std::string advice;
   if (!fitting.empty()) {
     advice = absl::StrCat("it would fit with ", absl::StrJoin(fitting, " or with "));
@@ -565,13 +570,16 @@ absl::Status CheckMemory(const Setup& setup) {
   } else {
     advice = "choose a smaller model (--layers, --width, --vocab)";
   }
-  const std::string kept =
-      memory.kept == 0
-          ? ""
-          : absl::StrFormat(" beside the %.2f GiB left to NCCL and cuBLAS", memory.kept / kGiB);
-  return absl::ResourceExhaustedError(absl::StrFormat(
-      "the run needs %.2f GiB %s and %.2f GiB are available%s; %s", needed / kGiB,
-      memory.of_each_rank ? "on a rank's device" : "in all", available / kGiB, kept, advice));
+  std::string kept;
+  if (memory.kept > 0) {
+    kept = absl::StrCat(" beside the ", FormatBytes(memory.kept), " left to NCCL and cuBLAS");
+  }
+  const absl::string_view where = memory.of_each_rank ? "on a rank's device"
+                                  : launch            ? "a rank"
+                                                      : "in all";
+  return absl::ResourceExhaustedError(absl::StrCat("the run needs ", FormatBytes(needed), " ",
+                                                   where, " and ", FormatBytes(available),
+                                                   " are available", kept, "; ", advice));
 }
 
 absl::StatusOr<TrainingSummary> Run(const Setup& setup) {

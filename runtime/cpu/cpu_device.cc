@@ -16,11 +16,11 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "collectives/steady_clock.h"
 #include "runtime/cpu/cpu_stream.h"
 #include "runtime/cpu/elements.h"
 #include "runtime/cpu/gemm.h"
+#include "runtime/printable.h"
 
 namespace dim0::cpu {
 namespace {
@@ -68,10 +68,10 @@ absl::StatusOr<int64_t> AddressSpaceAvailable(int threads) {
   const int64_t available = static_cast<int64_t>(limit.rlim_cur) - pages * sysconf(_SC_PAGESIZE) -
                             threads * kBytesPerThread;
   if (available > 0) return available;
-  return absl::ResourceExhaustedError(absl::StrFormat(
-      "the limit on address space (ulimit -v) is %.1f GiB, and %d threads take up to %.1f GiB of "
-      "it beside the ranks' memory; raise it, or lower --ranks or --threads_per_rank",
-      limit.rlim_cur / 1073741824.0, threads, threads * kBytesPerThread / 1073741824.0));
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "the limit on address space (ulimit -v) is ", FormatBytes(limit.rlim_cur), ", and ", threads,
+      " threads take up to ", FormatBytes(threads * kBytesPerThread),
+      " of it beside the ranks' memory; raise it, or lower --ranks or --threads_per_rank"));
 }
 
 // Float64 sum of value(i)^2 for i in [begin, end); eight partial sums keep the vector units busy
@@ -164,8 +164,8 @@ absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
   void* data =
       mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | extra, -1, 0);
   if (data == MAP_FAILED) {
-    return absl::ResourceExhaustedError(absl::StrFormat(
-        "cannot allocate %.1f MiB of CPU memory: %s", bytes / 1048576.0, std::strerror(errno)));
+    return absl::ResourceExhaustedError(absl::StrCat("cannot allocate ", FormatBytes(bytes),
+                                                     " of CPU memory: ", std::strerror(errno)));
   }
   // Fewer page faults and TLB misses; a kernel without huge pages refuses, which is fine.
   if (at_once && bytes >= kHugePage) {
@@ -180,12 +180,14 @@ absl::StatusOr<void*> CpuDevice::Allocate(int64_t bytes) {
 
 void CpuDevice::Free(void* data, int64_t bytes) { munmap(data, bytes); }
 
-absl::StatusOr<AvailableMemory> CpuDevice::Available(int threads) const {
+absl::StatusOr<AvailableMemory> CpuDevice::Available(int /*world_size*/, int threads,
+                                                     int processes) const {
   absl::StatusOr<int64_t> machine = MachineAvailable();
   if (!machine.ok()) return machine.status();
   absl::StatusOr<int64_t> addresses = AddressSpaceAvailable(threads);
   if (!addresses.ok()) return addresses.status();
-  return AvailableMemory{.bytes = std::min({*machine, CgroupAvailable(), *addresses})};
+  const int64_t shared = std::min(*machine, CgroupAvailable());
+  return AvailableMemory{.bytes = std::min(shared / processes, *addresses)};
 }
 
 std::string CpuDevice::name() const {

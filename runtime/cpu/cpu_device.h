@@ -24,7 +24,8 @@ class CpuDevice : public Device {
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   // The least of the machine's available memory and what the cgroup leaves.
-  absl::StatusOr<AvailableMemory> Available(int threads) const override;
+  absl::StatusOr<AvailableMemory> Available(int world_size, int threads,
+                                            int processes) const override;
   // In float32 whatever the parameters are.
   double MeasureMatMulRate(DType parameters, absl::Duration duration) override;
   absl::string_view matmul_name(DType /*parameters*/) const override { return "SGEMM"; }

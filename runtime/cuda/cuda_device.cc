@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <utility>
 
@@ -20,10 +21,14 @@ constexpr int kOldestMajor = 8;
 
 // Of a GPU's memory, what a rank may take beside its plan: cuBLAS' workspaces for the model, for
 // the optimizer and for measuring, kernels that are loaded when they are first run, and NCCL's
-// buffers, which are reported to take half a GiB and more for each of up to five channels. Small
-// GPUs have fewer peers, and less is kept.
-int64_t OutsidePlan(int64_t total) {
-  return 3 * kMatMulWorkspaceBytes + std::min(int64_t{3} << 30, total / 16);
+// buffers. These are reported to take 1 GiB for a communicator of 8 GPUs and, with the channels
+// that CreateNcclRanks leaves it, an eighth for each peer, and a run has up to five. Small GPUs
+// have fewer peers and links, and less is kept.
+int64_t OutsidePlan(int64_t total, int world_size) {
+  constexpr int64_t kGiB = int64_t{1} << 30;
+  const int64_t peers = std::min(world_size - 1, 7);
+  const int64_t nccl = peers == 0 ? 0 : 5 * (kGiB + peers * kGiB / 8);
+  return 3 * kMatMulWorkspaceBytes + std::min(kGiB / 2 + nccl, total / 16);
 }
 
 ElementType TypeOf(DType dtype) {
@@ -49,7 +54,7 @@ absl::Status ProbeKernels(const std::string& gpu, const cudaDeviceProp& properti
       ToStatus(cudaMalloc(&memory, 2 * sizeof(float)), absl::StrCat("8 bytes on ", gpu)));
   auto* const floats = static_cast<float*>(memory);
   cudaError_t error =
-      LaunchCast(ElementType::kFloat32, floats, 1, ElementType::kFloat32, floats + 1, nullptr);
+      LaunchCast(ElementType::kFloat32, floats, 1, ElementType::kBFloat16, floats + 1, nullptr);
   if (error == cudaSuccess) error = cudaStreamSynchronize(nullptr);
   cudaFree(memory);
   const absl::Status status = ToStatus(error, absl::StrCat(gpu, " does not run a kernel"));
@@ -93,6 +98,10 @@ double MedianSeconds(const std::function<absl::Status()>& body, absl::Duration d
 }  // namespace
 
 absl::StatusOr<int> CountGpus() {
+  // Read when CUDA starts. There are more streams than the 8 connections to a GPU that it takes by
+  // itself, and streams of one connection wait for each other. A user's own setting stays.
+  static const int set = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
+  (void)set;
   int driver = 0, runtime = 0, count = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaDriverGetVersion(&driver), "asking for the NVIDIA driver"));
   DIM0_RETURN_IF_ERROR(ToStatus(cudaRuntimeGetVersion(&runtime), "asking for CUDA's version"));
@@ -175,12 +184,13 @@ void CudaDevice::Free(void* data, int64_t /*bytes*/) {
   cudaFree(data);
 }
 
-absl::StatusOr<AvailableMemory> CudaDevice::Available(int /*threads*/) const {
+absl::StatusOr<AvailableMemory> CudaDevice::Available(int world_size, int /*threads*/,
+                                                      int /*processes*/) const {
   DIM0_RETURN_IF_ERROR(context_->Activate());
   size_t free = 0, total = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaMemGetInfo(&free, &total),
                                 absl::StrCat("asking for the free memory of ", name_)));
-  const int64_t kept = OutsidePlan(total);
+  const int64_t kept = OutsidePlan(total, world_size);
   return AvailableMemory{.bytes = std::max<int64_t>(0, static_cast<int64_t>(free) - kept),
                          .of_each_rank = true,
                          .kept = kept};

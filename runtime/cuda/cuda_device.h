@@ -33,7 +33,8 @@ class CudaDevice : public Device {
   std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
-  absl::StatusOr<AvailableMemory> Available(int threads) const override;
+  absl::StatusOr<AvailableMemory> Available(int world_size, int threads,
+                                            int processes) const override;
   double MeasureMatMulRate(DType parameters, absl::Duration duration) override;
   absl::StatusOr<double> MeasureTriadRate(absl::Duration duration) override;
   void SumsOfSquares(Stream& stream, std::vector<Tensor> tensors, double* results) override;

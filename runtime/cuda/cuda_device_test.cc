@@ -198,7 +198,7 @@ TEST_F(CudaDeviceTest, AGpuThatIsNotThereIsNamed) {
 }
 
 TEST_F(CudaDeviceTest, MoreMemoryThanTheGpuHasIsRefused) {
-  const AvailableMemory memory = *device_->Available(1);
+  const AvailableMemory memory = *device_->Available(1, 1, 1);
   EXPECT_TRUE(memory.of_each_rank);
   EXPECT_GT(memory.bytes, 0);
   const auto buffer = allocator_->Allocate(MemoryPurpose::kActivations, int64_t{1} << 50);
