@@ -291,8 +291,8 @@ TEST_F(CudaProgram, ARunThatDoesNotFitIsRefusedWithItsTableAndAWayOut) {
   const Setting little("DIM0_SIMT_MEMORY", absl::StrCat(119 << 20));
   std::string out;
   EXPECT_THAT(ErrorOf("tools/train", Arguments(large), 1, &out),
-              AllOf(HasSubstr("GiB on a rank's device"),
-                    HasSubstr("GiB are available beside the 0.10 GiB left to NCCL and cuBLAS"),
+              AllOf(HasSubstr("iB on a rank's device"),
+                    HasSubstr("MiB are available beside the 103.44 MiB left to NCCL and cuBLAS"),
                     HasSubstr("it would fit with "), HasSubstr("--batch=1")));
   EXPECT_THAT(out, AllOf(HasSubstr("predicted memory of the fullest rank:"),
                          HasSubstr("activation"), HasSubstr("in all")));
@@ -326,7 +326,10 @@ TEST_F(CudaProgram, ACallThatFailsEndsTheProgramWithStatus1AndOneLine) {
       if (absl::StartsWith(line, "simt: call ") && parts.size() > 1) failed_call = parts[1];
     }
     if (outcome.exit_status == 0) {
-      EXPECT_TRUE(kHarmless.contains(failed_call)) << outcome.err;
+      const bool unmeasured = absl::StrContains(outcome.out, "could not be measured");
+      EXPECT_TRUE(kHarmless.contains(failed_call) ||
+                  (unmeasured && kMeasurement.contains(failed_call)))
+          << outcome.err;
       continue;
     }
     ++failures;
@@ -355,6 +358,43 @@ TEST_F(CudaProgram, WhereNcclDoesNotEvenAbortTheProgramEndsAllTheSame) {
     if (absl::EndsWith(outcome.err, told)) ++last_resorts;
   }
   EXPECT_GE(last_resorts, 1);
+}
+
+TEST_F(CudaProgram, WhereACallOfCudasDoesNotReturnTheProgramEndsAllTheSame) {
+  const Setting hang("DIM0_SIMT_HANG_CALL", "2000");  // with channels open
+  const Outcome outcome =
+      Run("tools/train", Arguments({"--device=cuda", "--ranks=2", "--collective_timeout=2s"}));
+  EXPECT_EQ(outcome.exit_status, 1);
+  EXPECT_EQ(outcome.err,
+            "CUDA or its driver hangs: a look at what runs has not ended within 4s: ending the "
+            "process\n");
+  EXPECT_FALSE(fs::exists(Path("run/summary.json")));
+}
+
+// Each rank's thread may be held up, with a lock that the others need, until its GPU has done what
+// it was told: were a collective among it that another rank has yet to launch, for ever.
+TEST_F(CudaProgram, AThreadThatTheDriverHoldsUpDoesNotHoldUpThoseThatItWaitsFor) {
+  const Setting loads("DIM0_SIMT_LOADS", "1");
+  for (const char* const optimizer : {"rmnp", "muon", "adamw"}) {
+    for (const int ranks : {2, 3}) {
+      fs::remove_all(Path("run"));
+      const Outcome outcome =
+          Run("tools/train",
+              Arguments({"--device=cuda", absl::StrCat("--ranks=", ranks),
+                         absl::StrCat("--optimizer=", optimizer), "--collective_timeout=20s"}));
+      EXPECT_EQ(outcome.exit_status, 0) << optimizer << " on " << ranks << ": " << outcome.err;
+    }
+  }
+}
+
+TEST_F(CudaProgram, AGpuThatTheBuildHasNoCodeForIsRefusedWithAWayOut) {
+  const Setting no_code("DIM0_SIMT_NO_CODE", "1");
+  EXPECT_THAT(ErrorOf("tools/train", Arguments({"--device=cuda"}), 1),
+              AllOf(HasSubstr("does not run a kernel"),
+                    HasSubstr("build with --define=cuda_architectures=90")));
+  const Outcome chosen = Run("tools/train", Arguments({"--device=auto"}));
+  EXPECT_EQ(chosen.exit_status, 0) << chosen.err;
+  EXPECT_THAT(chosen.out, HasSubstr("device: cpu, because GPU 0"));
 }
 
 }  // namespace

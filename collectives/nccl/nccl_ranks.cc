@@ -1,6 +1,12 @@
-// Ranks with a GPU each. A call enqueues NCCL's kernels on the caller's stream and returns. What
-// goes wrong later has no caller to return to, so it fails the group: the streams are freed, later
-// calls and Health() return the error.
+// Ranks with a GPU each. A call enqueues NCCL's kernels on the caller's stream and returns, before
+// they have run. What goes wrong later has no caller to return to, so it fails the group: the
+// streams are freed, later calls and Health() return the error.
+//
+// Threads. A driver may hold a lock of the whole process while one thread waits in it for its GPU:
+// for room in a queue of launches, or to load a kernel that is launched for the first time. If a
+// kernel of NCCL's that waits for another rank's were in that GPU's queue, and the other rank's
+// thread not yet past the lock to launch it, neither would go on. So a call returns when all ranks
+// of the process have enqueued it.
 //
 // Channels. Each has an ncclComm of its own, which Connect or the first call makes: the ranks'
 // hosts meet over a host channel of the same name, on which rank 0 hands out NCCL's unique id.
@@ -16,7 +22,8 @@
 // one that connects to the peers waits for them. Each call lies between two events. A watchdog
 // thread looks whether a call has begun and not ended within the timeout, counted from when its
 // stream got to it, and asks NCCL for errors. If there is one, it says what the board knows of the
-// missing ranks, and aborts all communicators. If NCCL does not even abort, the process ends.
+// missing ranks, and aborts all communicators. If NCCL does not even abort, or CUDA keeps the
+// watchdog itself, the process ends.
 //
 // Ranks of other processes. In each round of news every rank brings what it has posted since the
 // last one, over a host channel; so boards agree up to a fraction of a second. A process that ends
@@ -26,6 +33,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -69,7 +77,8 @@ constexpr absl::Duration kWatch = absl::Milliseconds(5);
 constexpr absl::Duration kNews = absl::Milliseconds(200);
 // How long a communicator whose calls are done may take to say goodbye to its peers.
 constexpr absl::Duration kFarewell = absl::Seconds(10);
-// How long NCCL may take to abort, unless ranks wait for one another for less.
+// How long NCCL may take to abort, and CUDA to say what runs, unless ranks wait for one another for
+// less.
 constexpr absl::Duration kAbort = absl::Minutes(1);
 // Elements whose maximum is taken at a time: the channel's scratch holds so many keys.
 constexpr int64_t kKeys = int64_t{1} << 16;
@@ -155,24 +164,18 @@ struct End {
 
   // Guarded by World's mutex.
   std::deque<Enqueued> enqueued;
+  int64_t launched = 0;           // calls that have been enqueued so far
   std::vector<cudaEvent_t> idle;  // events to use again
   bool closed = false;
 };
 
-// Ends the process if it lives for longer than `limit`. For calls into NCCL after which nothing can
-// be waited for: where they do not return, a GPU or the driver hangs, and so would every orderly
-// end.
+// Ends the process, with `why`, if it lives for `limit` and nobody says meanwhile that things go
+// on; `limit` is finite. For calls into CUDA and NCCL after which nothing can be waited for: where
+// they do not return, a GPU or the driver hangs, and so would every orderly end.
 class LastResort {
  public:
-  LastResort(absl::string_view why, absl::Duration limit)
-      : thread_([this, why = std::string(why), limit] {
-          std::unique_lock<std::mutex> lock(mutex_);
-          if (passed_.wait_for(lock, absl::ToChronoNanoseconds(limit), [&] { return over_; }))
-            return;
-          std::fprintf(stderr, "%s; NCCL has not aborted within %s: ending the process\n",
-                       why.c_str(), absl::FormatDuration(limit).c_str());
-          std::_Exit(EXIT_FAILURE);
-        }) {}
+  LastResort(std::string why, absl::Duration limit)
+      : thread_([this, why = std::move(why), limit] { Wait(why, limit); }) {}
   ~LastResort() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -184,17 +187,39 @@ class LastResort {
   LastResort(const LastResort&) = delete;
   LastResort& operator=(const LastResort&) = delete;
 
+  void GoesOn() { looks_ = 0; }
+
  private:
+  // In many short waits: a process that was stopped for a while has not waited that long.
+  static constexpr int kLooks = 20;
+
+  void Wait(const std::string& why, absl::Duration limit) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (
+        !passed_.wait_for(lock, absl::ToChronoNanoseconds(limit / kLooks), [&] { return over_; })) {
+      if (++looks_ < kLooks) continue;
+      std::fprintf(stderr, "%s within %s: ending the process\n", why.c_str(),
+                   absl::FormatDuration(limit).c_str());
+      std::_Exit(EXIT_FAILURE);
+    }
+  }
+
   std::mutex mutex_;
   std::condition_variable passed_;
   bool over_ = false;
+  std::atomic<int> looks_{0};
   std::thread thread_;
 };
 
 // What the ranks of this process share. Kept alive by their groups and communicators.
 class World {
  public:
-  World(int size, absl::Duration timeout) : size(size), timeout(timeout), board_(size) {
+  World(int size, absl::Duration timeout)
+      : size(size),
+        timeout(timeout),
+        board_(size),
+        watched_("CUDA or its driver hangs: a look at what runs has not ended",
+                 std::min(timeout, absl::Hours(1)) + std::min(timeout, kAbort)) {
     watchdog_ = std::thread([this] { Watch(); });
   }
 
@@ -224,6 +249,7 @@ class World {
       failure_ = why;
       for (auto& [rank, local] : locals_) hosts.push_back(local.host);
       changed_.notify_all();
+      launched_.notify_all();
     }
     for (const auto& host : hosts) host->Abort(why);
   }
@@ -255,6 +281,7 @@ class World {
     lock.lock();
     const std::shared_ptr<ProcessGroup> host = std::move(local.host);
     locals_.erase(rank);
+    launched_.notify_all();
     lock.unlock();
   }
 
@@ -317,9 +344,29 @@ class World {
     end.enqueued.push_back(std::move(call));
   }
 
-  // Of a group that has failed the watchdog aborts all communicators together.
-  void AwaitAbortIfFailed(End& end) {
-    while (!Health().ok() && HasCommunicator(end)) absl::SleepFor(absl::Milliseconds(1));
+  // The end has enqueued one more call. Waits until all ranks of this process have enqueued as many
+  // on its channel, or the group has failed; see above.
+  void Launched(End& end) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    ++end.launched;
+    launched_.notify_all();
+    launched_.wait(lock, [&] {
+      if (!failure_.ok()) return true;
+      const auto& ends = ends_.at(end.channel);
+      const auto so_far = std::count_if(ends.begin(), ends.end(), [&](const auto& other) {
+        return other->launched >= end.launched;
+      });
+      return so_far >= static_cast<int64_t>(locals_.size());
+    });
+  }
+
+  // Of a group that has failed the watchdog aborts all communicators together: returns an error
+  // when the end has none any more.
+  absl::Status HealthAfterAbort(End& end) {
+    for (;; absl::SleepFor(absl::Milliseconds(1))) {
+      absl::Status health = Health();
+      if (health.ok() || !HasCommunicator(end)) return health;
+    }
   }
 
   // The rank's communicator goes: once its calls are done, unless the group has failed. The last of
@@ -341,7 +388,7 @@ class World {
       (void)cudaSetDevice(end->device);
       (void)cudaEventSynchronize(last);
     }
-    AwaitAbortIfFailed(*end);
+    (void)HealthAfterAbort(*end);
     std::vector<std::shared_ptr<End>> ends;
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -377,6 +424,7 @@ class World {
       }
       const bool failed = !failure_.ok();
       lock.unlock();
+      watched_.GoesOn();
       if (failed) {
         Abort(ends);
       } else {
@@ -456,8 +504,9 @@ class World {
     }
     if (communicators.empty()) return;
     const absl::Status why = Health();
-    const LastResort last_resort(why.ok() ? "channels are closed" : why.message(),
-                                 std::min(timeout, kAbort));
+    const LastResort last_resort(
+        absl::StrCat(why.ok() ? "channels are closed" : why.message(), "; NCCL has not aborted"),
+        std::min(timeout, kAbort));
     (void)ncclGroupStart();
     for (const auto& [device, comm] : communicators) {
       (void)cudaSetDevice(device);
@@ -566,13 +615,15 @@ class World {
   }
 
   std::mutex mutex_;
-  std::condition_variable changed_;  // a failure, a rank that leaves, the end
+  std::condition_variable changed_;   // a failure, a rank that leaves, the end
+  std::condition_variable launched_;  // a call has been enqueued, a failure, a rank that leaves
   absl::Status failure_;
   Board board_;
   std::map<int, Local> locals_;  // by rank
   bool has_reader_ = false;      // some rank is in another process
   std::map<std::string, std::vector<std::shared_ptr<End>>> ends_;  // by channel
   bool stopping_ = false;
+  LastResort watched_;
   std::thread watchdog_;
 };
 
@@ -769,7 +820,7 @@ class NcclCommunicator final : public Communicator {
         return absl::OkStatus();
       });
     };
-    return Failing(Enqueue(static_cast<cudaStream_t>(call.native_stream), greet));
+    return Settled(Enqueue(static_cast<cudaStream_t>(call.native_stream), greet));
   }
 
   // The ranks' segments to one another, as one kernel.
@@ -806,17 +857,20 @@ class NcclCommunicator final : public Communicator {
     const CallName name{fingerprint.text, fingerprint.sequence, this->name()};
     RETURN_IF_ERROR(world_->Post(rank(), name, lengths));
     call_ = name;
-    return Failing(Enqueue(static_cast<cudaStream_t>(call.native_stream), body));
+    return Settled(Enqueue(static_cast<cudaStream_t>(call.native_stream), body));
   }
 
-  // An error fails the group, and what has failed that is the error. NCCL may not have launched yet
-  // what it was called for; the caller, who is told that the call has failed, may give up the
-  // stream and the buffers, so it returns when NCCL has let go of them.
-  absl::Status Failing(const absl::Status& status) {
-    if (status.ok()) return status;
-    world_->Fail(status);
-    world_->AwaitAbortIfFailed(*end_);
-    return world_->Health();
+  // After a call has been enqueued, or not: an error fails the group, and what has failed that is
+  // the error. NCCL may not have launched yet what it was called for; the caller, who is told that
+  // the call has failed, may give up the stream and the buffers, so it returns when NCCL has let go
+  // of them.
+  absl::Status Settled(const absl::Status& status) {
+    if (status.ok()) {
+      world_->Launched(*end_);
+    } else {
+      world_->Fail(status);
+    }
+    return world_->HealthAfterAbort(*end_);
   }
 
   absl::Status Enqueue(cudaStream_t stream, const Body& body) {
@@ -1046,6 +1100,9 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateNcclRanks(
   (void)setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
 
   const int size = hosts[0]->world_size();
+  // Each peer that is sent to takes memory for each of up to 32 channels, half a GB in all, for
+  // each communicator; with several peers fewer fill the links, too.
+  if (size > 3) (void)setenv("NCCL_MAX_P2P_NCHANNELS", "8", /*overwrite=*/0);
   auto world = std::make_shared<World>(size, options.timeout);
   std::vector<std::unique_ptr<ProcessGroup>> groups;
   std::vector<std::unique_ptr<Communicator>> news(hosts.size());

@@ -56,6 +56,8 @@ class Memory {
     const std::vector<float> values(count, value);
     EXPECT_EQ(cudaMemcpy(data_, values.data(), count * sizeof(float), cudaMemcpyHostToDevice),
               cudaSuccess);
+    // Such a copy may return before the last bytes are there, and the stream does not wait for it.
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
   }
   ~Memory() {
     (void)cudaFree(data_);
@@ -140,6 +142,20 @@ class NcclTest : public testing::TestWithParam<bool> {
     for (std::thread& thread : threads) thread.join();
     return groups;
   }
+
+  // The rank's next call comes late: when `flag` is set. Where ranks share a process its stream
+  // does, since the call returns when all have made it.
+  static void AwaitBeforeTheNextCall(const std::atomic<bool>& flag, const Memory& memory) {
+    const auto wait = [](void* flag) {
+      while (!*static_cast<std::atomic<bool>*>(flag)) absl::SleepFor(absl::Milliseconds(1));
+    };
+    void* const argument = const_cast<std::atomic<bool>*>(&flag);
+    if (GetParam()) {
+      wait(argument);
+    } else {
+      ASSERT_EQ(cudaLaunchHostFunc(memory.stream(), wait, argument), cudaSuccess);
+    }
+  }
 };
 
 INSTANTIATE_TEST_SUITE_P(Processes, NcclTest, testing::Values(false, true),
@@ -147,7 +163,7 @@ INSTANTIATE_TEST_SUITE_P(Processes, NcclTest, testing::Values(false, true),
                            return info.param ? "OneEach" : "OneForAll";
                          });
 
-TEST_P(NcclTest, ACallReturnsBeforeItHasRunAndItsStreamPassesWhenAllHaveMadeIt) {
+TEST_P(NcclTest, ACallReturnsBeforeItHasRunAndItsStreamPassesWhenAllHaveGotThere) {
   std::atomic<bool> looked{false};
   RunRanks(CreateOrDie(2), [&](std::unique_ptr<ProcessGroup> group) {
     const Memory memory(group->rank(), 100, 1.0f + group->rank());
@@ -156,9 +172,7 @@ TEST_P(NcclTest, ACallReturnsBeforeItHasRunAndItsStreamPassesWhenAllHaveMadeIt) 
     // The first call connects, and so waits for the other rank.
     ASSERT_EQ(channel->Barrier(Call("start", memory)), absl::OkStatus());
     ASSERT_EQ(cudaStreamSynchronize(memory.stream()), cudaSuccess);
-    if (group->rank() == 1) {
-      while (!looked) absl::SleepFor(absl::Milliseconds(1));
-    }
+    if (group->rank() == 1) AwaitBeforeTheNextCall(looked, memory);
     ASSERT_EQ(channel->AllReduce(Call("u", memory), DType::kFloat32, ReduceOp::kSum, data, 100),
               absl::OkStatus());
     if (group->rank() == 0) {
@@ -207,9 +221,9 @@ TEST_P(NcclTest, ARankThatDoesNotComeFailsTheGroupAtTheDeadlineAndFreesTheStream
       while (group->Health().ok()) absl::SleepFor(absl::Milliseconds(1));
       return;
     }
-    ASSERT_EQ(
-        channel->AllReduce(Call("h.7", memory), DType::kFloat32, ReduceOp::kSum, memory.data(), 10),
-        absl::OkStatus());
+    // In one process it returns with the error already.
+    (void)channel->AllReduce(Call("h.7", memory), DType::kFloat32, ReduceOp::kSum, memory.data(),
+                             10);
     (void)cudaStreamSynchronize(memory.stream());  // comes back
     const absl::Status status = group->Health();
     EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
@@ -283,10 +297,11 @@ TEST_P(NcclTest, AnAbortFreesTheStreamsOfEveryRank) {
     started.arrive_and_wait();  // what fails later must not fail the start
     if (group->rank() == 2) {
       while (waiting < 2) absl::SleepFor(absl::Milliseconds(1));
+      absl::SleepFor(absl::Milliseconds(20));
       group->Abort(reason);
     } else {
-      EXPECT_EQ(channel->Barrier(Call("u", memory)), absl::OkStatus());
       ++waiting;
+      (void)channel->Barrier(Call("u", memory));
       (void)cudaStreamSynchronize(memory.stream());
     }
     while (group->Health().ok()) absl::SleepFor(absl::Milliseconds(1));
@@ -322,15 +337,12 @@ TEST_P(NcclTest, ARankMayLeaveWithCallsUnderWayThatTheOthersMakeLater) {
     const Memory memory(group->rank(), 10, 1.0f + group->rank());
     auto channel = group->Open("test").value();
     ASSERT_EQ(channel->Barrier(Call("start", memory)), absl::OkStatus());
-    if (group->rank() == 1) {
-      while (!leaving) absl::SleepFor(absl::Milliseconds(1));
-      absl::SleepFor(absl::Milliseconds(50));
-    }
+    if (group->rank() == 1) AwaitBeforeTheNextCall(leaving, memory);
     ASSERT_EQ(channel->Broadcast(Call("u", memory), DType::kFloat32, memory.data(), 10, /*root=*/0),
               absl::OkStatus());
     if (group->rank() == 0) {
       leaving = true;
-      return;  // before the data have moved
+      return;  // most likely before the data have moved
     }
     EXPECT_THAT(memory.Read(), Each(1.0f));
     EXPECT_EQ(group->Health(), absl::OkStatus());

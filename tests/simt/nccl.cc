@@ -16,6 +16,7 @@
 #include <string>
 #include <thread>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -201,6 +202,14 @@ struct SumOf<__nv_bfloat16> {
 
 template <typename Sum>
 Sum Combine(ncclRedOp_t op, Sum a, Sum b) {
+  if constexpr (std::is_signed_v<Sum> && std::is_integral_v<Sum>) {
+    // Integers wrap around.
+    using Unsigned = std::make_unsigned_t<Sum>;
+    if (op != ncclMax && op != ncclMin) {
+      return static_cast<Sum>(
+          Combine<Unsigned>(op, static_cast<Unsigned>(a), static_cast<Unsigned>(b)));
+    }
+  }
   switch (op) {
     case ncclProd:
       return a * b;
@@ -381,19 +390,13 @@ cudaError_t Run(Batch& batch) {
 }
 
 void EnqueueBatch(const std::shared_ptr<Batch>& batch) {
-  bool destroyed = false;
-  Change([&] { destroyed = batch->stream->destroyed; });
-  if (destroyed) {  // There is no caller to tell: it was told that the call is in progress.
-    std::fprintf(stderr, "simt: NCCL launches %s on a stream that has been destroyed\n",
-                 Name(batch->calls[0].second->kind));
-    std::abort();
-  }
   Change([&] { State::Get().in_order[batch->comm->device].push_back(batch); });
   StreamState::Operation operation;
   operation.name = std::string("NCCL, ") + Name(batch->calls[0].second->kind);
   operation.ready = [batch] { return MayRun(*batch); };
   operation.run = [batch] { return Run(*batch); };
   Enqueue(batch->stream, std::move(operation));
+  Change([&] { --batch->stream->unlaunched; });
 }
 
 // What is at fault with a buffer; empty if nothing is.
@@ -437,6 +440,7 @@ ncclResult_t Submit(const std::shared_ptr<Batch>& batch) {
       }
     }
     ++comm.enqueued;
+    ++batch->stream->unlaunched;
     later = !comm.blocking && State::Get().random() % 3 == 0;
     if (later) {
       comm.pending = batch;
@@ -771,6 +775,7 @@ ncclResult_t ncclCommAbort(ncclComm_t handle) {
   while (GetSettings().abort_hangs) std::this_thread::sleep_for(std::chrono::milliseconds(10));
   Change([&] {
     comm->aborted = true;
+    if (comm->pending != nullptr) --comm->pending->stream->unlaunched;
     comm->pending = nullptr;
     State::Get().handles.erase(handle);
   });

@@ -414,5 +414,27 @@ TEST_F(NcclTest, ABufferFreedBeforeItsOperationShows) {
   EXPECT_THAT(testing::internal::GetCapturedStderr(), HasSubstr("freed"));
 }
 
+using NcclDeathTest = NcclTest;
+
+// The call is in progress until it is settled, in one of three.
+TEST_F(NcclDeathTest, AStreamDestroyedBeforeNcclHasLaunchedOnItEndsTheProcessByAClearLine) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto destroy = [&](const std::function<ncclResult_t(const Rank&, ncclResult_t)>& between) {
+    RunRanks(1, false, [&](const Rank& rank) {
+      int* const values = Upload(std::vector<int>(4));
+      ncclResult_t result = ncclSuccess;
+      while (result == ncclSuccess) {
+        result = ncclAllReduce(values, values, 4, ncclInt32, ncclSum, rank.comm, rank.stream);
+      }
+      EXPECT_EQ(between(rank, result), ncclSuccess);
+      EXPECT_EQ(cudaStreamDestroy(rank.stream), cudaSuccess);
+    });
+  };
+  EXPECT_DEATH(destroy([](const Rank&, ncclResult_t) { return ncclSuccess; }),
+               "simt: a stream is destroyed on which NCCL has yet to launch");
+  destroy([](const Rank& rank, ncclResult_t result) { return Settle(rank.comm, result); });
+  destroy([](const Rank& rank, ncclResult_t) { return ncclCommAbort(rank.comm); });
+}
+
 }  // namespace
 }  // namespace dim0::simt

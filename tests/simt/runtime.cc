@@ -72,6 +72,8 @@ Settings SettingsFromEnvironment() {
   settings.races = EnvironmentNumber("DIM0_SIMT_RACES", 0, 0, 1) == 1;
   settings.lazy = EnvironmentNumber("DIM0_SIMT_LAZY", 0, 0, 1) == 1;
   settings.nccl_in_order = EnvironmentNumber("DIM0_SIMT_NCCL_IN_ORDER", 0, 0, 1) == 1;
+  settings.loads = EnvironmentNumber("DIM0_SIMT_LOADS", 0, 0, 1) == 1;
+  settings.no_code = EnvironmentNumber("DIM0_SIMT_NO_CODE", 0, 0, 1) == 1;
   settings.abort_hangs = EnvironmentNumber("DIM0_SIMT_ABORT_HANGS", 0, 0, 1) == 1;
   if (const char* order = std::getenv("DIM0_SIMT_ORDER")) {
     if (std::strcmp(order, "shuffled") == 0) {
@@ -107,9 +109,12 @@ class Runtime {
   std::map<cudaEvent_t, std::shared_ptr<EventState>> events;
   uintptr_t next_handle = 0;
   std::map<std::pair<int, const void*>, int> dynamic_shared_limit;  // by device and kernel
+  std::set<std::pair<int, const void*>> loaded;                     // device and kernel
+  bool loading = false;  // a thread keeps the others out of CUDA
   int64_t calls = 0;
   int64_t allocations = 0;
   int64_t fail_at = 0;  // call number; 0: none
+  int64_t hang_at = 0;
   std::string failed_call;
   int host_threads_waiting = 0;
   bool polled = false;      // see Poll
@@ -151,9 +156,9 @@ class Runtime {
  private:
   Runtime() {
     settings = SettingsFromEnvironment();
-    const int64_t fail =
-        EnvironmentNumber("DIM0_SIMT_FAIL_CALL", 0, 0, std::numeric_limits<int64_t>::max());
-    fail_at = fail;
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
+    fail_at = EnvironmentNumber("DIM0_SIMT_FAIL_CALL", 0, 0, kMost);
+    hang_at = EnvironmentNumber("DIM0_SIMT_HANG_CALL", 0, 0, kMost);
     MakeDevices();
     InstallFaultHandler();
   }
@@ -286,7 +291,7 @@ int Attribute(const Settings& settings, cudaDeviceAttr attribute, int device, bo
     case cudaDevAttrAsyncEngineCount:
       return 2;
     case cudaDevAttrComputeCapabilityMajor:
-      return 8;
+      return 9;
     case cudaDevAttrComputeCapabilityMinor:
       return 0;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
@@ -395,6 +400,7 @@ void Reset() {
   runtime.stream_handles.clear();
   runtime.events.clear();
   runtime.dynamic_shared_limit.clear();
+  runtime.loaded.clear();
   runtime.fail_at = 0;
   runtime.failed_call.clear();
   runtime.polled = false;
@@ -413,8 +419,13 @@ cudaError_t EnterCall(const char* name, cudaError_t failure, bool check) {
     std::fprintf(stderr, "simt: %s called by a function of cudaLaunchHostFunc\n", name);
     return SetLastError(cudaErrorNotPermitted);
   }
-  const std::lock_guard<std::mutex> lock(runtime.mutex);
-  if (++runtime.calls == runtime.fail_at) {
+  std::unique_lock<std::mutex> lock(runtime.mutex);
+  runtime.changed.wait(lock, [&] { return !runtime.loading; });
+  if (++runtime.calls == runtime.hang_at) {
+    runtime.loading = true;
+    runtime.changed.wait(lock, [] { return false; });
+  }
+  if (runtime.calls == runtime.fail_at) {
     std::fprintf(stderr, "simt: call %lld, %s, fails as it was told to: %s\n",
                  static_cast<long long>(runtime.calls), name, cudaGetErrorName(failure));
     runtime.failed_call = name;
@@ -521,6 +532,28 @@ void FailDevice(int device, cudaError_t error) {
 
 // ---- Launches
 
+namespace {
+
+// Of a kernel that is launched on the current device.
+cudaError_t Load(const void* kernel) {
+  auto& runtime = Runtime::Get();
+  bool first = false;
+  {
+    std::unique_lock<std::mutex> lock(runtime.mutex);
+    if (runtime.settings.no_code) return SetLastError(cudaErrorNoKernelImageForDevice);
+    if (!runtime.settings.loads) return cudaSuccess;
+    runtime.changed.wait(lock, [&] { return !runtime.loading; });
+    first = runtime.loaded.insert({current_device, kernel}).second;
+    runtime.loading = first;
+  }
+  if (!first) return cudaSuccess;
+  WaitForDevice(current_device);
+  Change([&] { runtime.loading = false; });
+  return cudaSuccess;
+}
+
+}  // namespace
+
 cudaError_t LaunchKernel(const cudaLaunchConfig_t& config, const void* kernel,
                          std::function<void()> thread) {
   SIMT_ENTER("cudaLaunchKernelEx", cudaErrorLaunchFailure, true);
@@ -535,6 +568,7 @@ cudaError_t LaunchKernel(const cudaLaunchConfig_t& config, const void* kernel,
       !within(block.x, 1024) || !within(block.y, 1024) || !within(block.z, 64) || threads > 1024) {
     return SetLastError(cudaErrorInvalidConfiguration);
   }
+  if (const cudaError_t error = Load(kernel); error != cudaSuccess) return error;
   auto& runtime = Runtime::Get();
   GridRun run;
   {
@@ -1194,6 +1228,10 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   const auto state = FindStream(stream);
   if (!stream || !state) return SetLastError(cudaErrorInvalidResourceHandle);
   Change([&] {
+    if (state->unlaunched > 0) {  // nobody could be told later
+      std::fprintf(stderr, "simt: a stream is destroyed on which NCCL has yet to launch\n");
+      std::abort();
+    }
     auto& runtime = Runtime::Get();
     runtime.stream_handles.erase(stream);
     state->destroyed = true;

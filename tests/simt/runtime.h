@@ -23,6 +23,7 @@ struct StreamState {
   int priority = 0;
   bool is_default = false;  // the null stream
   bool destroyed = false;   // forgotten when its queue is empty
+  int unlaunched = 0;       // calls of NCCL's that it has yet to enqueue
   int64_t enqueued = 0;     // operations so far
   int64_t completed = 0;
 
