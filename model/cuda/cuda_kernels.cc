@@ -10,6 +10,7 @@
 #include "collectives/cuda_status.h"
 #include "model/cuda/launch.h"
 #include "runtime/check.h"
+#include "runtime/cuda/cuda_device.h"
 #include "runtime/cuda/matmul.h"
 
 namespace dim0::cuda {
@@ -47,6 +48,8 @@ double Bytes(const Tensor& tensor, int64_t cols) {
 
 class CudaKernels : public Kernels {
  public:
+  explicit CudaKernels(bool fuses_gelu) : fuses_gelu_(fuses_gelu) {}
+
   ModelTypes TypesFor(DType gathered, DType reduced) const override {
     // Tensor cores want both operands of a product in one type, and cuBLASLt writes bfloat16 sums
     // of bfloat16 products only.
@@ -176,7 +179,7 @@ class CudaKernels : public Kernels {
                 .flops = Flops(product) + 30.0 * y.size(),
                 .bytes = Bytes({x, weight, up, y})};
     stream.Enqueue(std::move(info), [=, this](const OpContext& context) -> absl::Status {
-      if (CanFuseGelu(product)) return Enqueue(product, context);
+      if (fuses_gelu_ && CanFuseGelu(product)) return Enqueue(product, context);
       Product plain = product;
       plain.before_gelu = nullptr;
       plain.c = up.data;
@@ -342,7 +345,7 @@ class CudaKernels : public Kernels {
                          (has_bias ? dy_bytes : 0.0)};
     stream.Enqueue(std::move(info), [=, this](const OpContext& context) -> absl::Status {
       const cudaStream_t native = NativeStream(context);
-      if (wants_dx && has_gelu && !CanFuseGelu(input)) {
+      if (wants_dx && has_gelu && !(fuses_gelu_ && CanFuseGelu(input))) {
         // The product is rounded before its factor is applied.
         Product plain = input;
         plain.gelu_at = nullptr;
@@ -410,12 +413,19 @@ class CudaKernels : public Kernels {
     return matmul_->Enqueue(product, NativeStream(context));
   }
 
+  const bool fuses_gelu_;
   std::unique_ptr<MatMul> matmul_;
   float* workspace_ = nullptr;
 };
 
 }  // namespace
 
-std::unique_ptr<Kernels> CreateCudaKernels(Device&) { return std::make_unique<CudaKernels>(); }
+std::unique_ptr<Kernels> CreateCudaKernels(Device& device) {
+  int major = 0;
+  const int ordinal = static_cast<CudaDevice&>(device).ordinal();
+  // Should it fail, a device that works will say so at its next call, and both ways are right.
+  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
+  return std::make_unique<CudaKernels>(GeluFusionPays(major));
+}
 
 }  // namespace dim0::cuda

@@ -43,6 +43,9 @@ class DeviceArray {
     EXPECT_EQ(static_cast<int64_t>(values.size()), size_);
     EXPECT_EQ(cudaMemcpy(data(), values.data(), size_ * sizeof(T), cudaMemcpyHostToDevice),
               cudaSuccess);
+    // Such a copy may return before the last bytes are there, and streams that do not block do not
+    // wait for it.
+    EXPECT_EQ(cudaStreamSynchronize(nullptr), cudaSuccess);
   }
   // Waits for all that has been enqueued on the device.
   std::vector<T> Get() const {

@@ -24,7 +24,7 @@ constexpr int64_t kMostSums = 4096;
 // does not depend on how many there are.
 constexpr int64_t kMatricesAtOnce = 8;
 constexpr int64_t kMostSumsOfMatrix = kMostSums / kMatricesAtOnce;
-static_assert((kMostSums + kMatricesAtOnce) * sizeof(double) == kSumWorkspaceBytes);
+static_assert(kMostSums * sizeof(double) + kMatricesAtOnce * sizeof(float2) == kSumWorkspaceBytes);
 
 int BlocksFor(int64_t size, int64_t most) {
   return static_cast<int>(std::min(most, CeilDivide(size, int64_t{kThreads} * kQuad)));
@@ -97,17 +97,28 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partial[block] = sum;
 }
 
+// What the block's first thread gets is the sum of those from `begin` up to `end`.
+__device__ double AddUp(const double* partial, int begin, int end) {
+  double sum = 0;
+  for (int i = begin + static_cast<int>(threadIdx.x); i < end; i += static_cast<int>(blockDim.x)) {
+    sum += partial[i];
+  }
+  return BlockSum(sum);
+}
+
 // A block for each array.
 __global__ void __launch_bounds__(kThreads)
     AddPartialSumsOfArraysKernel(const Arrays arrays, const double* partial, double* results) {
-  const int end = arrays.first_block[blockIdx.x + 1];
-  double sum = 0;
-  for (int i = arrays.first_block[blockIdx.x] + static_cast<int>(threadIdx.x); i < end;
-       i += static_cast<int>(blockDim.x)) {
-    sum += partial[i];
-  }
-  sum = BlockSum(sum);
+  const double sum =
+      AddUp(partial, arrays.first_block[blockIdx.x], arrays.first_block[blockIdx.x + 1]);
   if (threadIdx.x == 0) results[blockIdx.x] = sum;
+}
+
+// One block.
+__global__ void __launch_bounds__(kThreads)
+    AddPartialSumsKernel(const double* partial, int count, double* result) {
+  const double sum = AddUp(partial, 0, count);
+  if (threadIdx.x == 0) *result = sum;
 }
 
 template <typename T>
@@ -129,29 +140,31 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// A block adds `count` sums to a result.
+// A block for each matrix: the factor that brings its norm to `length`, as two whose product it is,
+// since it may be out of float32's range. Elements are multiplied in float32: GPUs for graphics
+// have next to no float64.
 __global__ void __launch_bounds__(kThreads)
-    AddPartialSumsKernel(const double* partial, int count, double* results) {
-  partial += int64_t{blockIdx.x} * count;
-  double sum = 0;
-  for (int i = threadIdx.x; i < count; i += blockDim.x) sum += partial[i];
-  sum = BlockSum(sum);
-  if (threadIdx.x == 0) results[blockIdx.x] = sum;
+    FactorsKernel(const double* partial, int count, double length, float2* factors) {
+  const double sum = AddUp(partial + int64_t{blockIdx.x} * count, 0, count);
+  if (threadIdx.x != 0) return;
+  int exponent = 0;
+  const double fraction = sum > 0 ? frexp(length / sqrt(sum), &exponent) : 0;
+  factors[blockIdx.x] = {static_cast<float>(ldexp(fraction, exponent / 2)),
+                         ldexpf(1.0f, exponent - exponent / 2)};
 }
 
 template <typename X, typename Out>
 __global__ void __launch_bounds__(kThreads)
-    NormalizeKernel(const X* x, int64_t size, double length, const double* squares, Out* out) {
+    NormalizeKernel(const X* x, int64_t size, const float2* factors, Out* out) {
   x += blockIdx.y * size;
   out += blockIdx.y * size;
-  const double sum = squares[blockIdx.y];
-  const double factor = sum > 0 ? length / sqrt(sum) : 0;
+  const float2 factor = factors[blockIdx.y];
   const bool aligned_x = IsQuadAligned(x), aligned_out = IsQuadAligned(out);
   ForEachQuad(size, [&](int64_t i) {
     float v[kQuad];
     LoadQuad(x + i, size - i, aligned_x, v);
 #pragma unroll
-    for (float& value : v) value = static_cast<float>(double{value} * factor);
+    for (float& value : v) value = value * factor.y * factor.x;
     StoreQuad(out + i, size - i, aligned_out, v);
   });
 }
@@ -287,23 +300,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Sets results[i] to the sum of squares of array i of `count`, of `size` elements each, which lie
-// one after another; count is at most kMatricesAtOnce.
-cudaError_t LaunchSums(ElementType type, const void* x, int64_t size, int count, void* workspace,
-                       double* results, cudaStream_t stream) {
-  const int blocks = BlocksFor(size, kMostSumsOfMatrix);
-  auto* const partial = static_cast<double*>(workspace);
-  if (size > 0) {
-    const cudaError_t error = WithMatrixType(type, [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      return Launch(SumOfSquaresKernel<T>, dim3(blocks, count), kThreads, 0, stream,
-                    static_cast<const T*>(x), size, partial);
-    });
-    if (error != cudaSuccess) return error;
-  }
-  return Launch(AddPartialSumsKernel, count, kThreads, 0, stream, partial, blocks, results);
-}
-
 // Threads of a block that takes a row of `items` accesses.
 int ThreadsForRow(int64_t items) {
   const int64_t threads = CeilDivide(items, kWarpSize) * kWarpSize;
@@ -376,20 +372,29 @@ cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int
                             double length, ElementType type_out, void* out, void* workspace,
                             cudaStream_t stream) {
   if (size == 0) return cudaSuccess;
-  double* const squares = static_cast<double*>(workspace) + kMostSums;
+  auto* const partial = static_cast<double*>(workspace);
+  auto* const factors = reinterpret_cast<float2*>(partial + kMostSums);
+  const int blocks = BlocksFor(size, kMostSumsOfMatrix);
   for (int64_t first = 0; first < batch; first += kMatricesAtOnce) {
     const int count = static_cast<int>(std::min(kMatricesAtOnce, batch - first));
     const void* const from = static_cast<const char*>(x) + first * size * SizeOf(type_x);
     void* const to = static_cast<char*>(out) + first * size * SizeOf(type_out);
-    cudaError_t error = LaunchSums(type_x, from, size, count, workspace, squares, stream);
+    cudaError_t error = WithMatrixType(type_x, [&](auto tag) {
+      using X = typename decltype(tag)::type;
+      return Launch(SumOfSquaresKernel<X>, dim3(blocks, count), kThreads, 0, stream,
+                    static_cast<const X*>(from), size, partial);
+    });
+    if (error != cudaSuccess) return error;
+    error = Launch(FactorsKernel, count, kThreads, 0, stream, static_cast<const double*>(partial),
+                   blocks, length, factors);
     if (error != cudaSuccess) return error;
     error = WithMatrixType(type_x, [&](auto tag_x) {
       return WithMatrixType(type_out, [&](auto tag_out) {
         using X = typename decltype(tag_x)::type;
         using Out = typename decltype(tag_out)::type;
         return Launch(NormalizeKernel<X, Out>, dim3(BlocksFor(size, kMostBlocks), count), kThreads,
-                      0, stream, static_cast<const X*>(from), size, length,
-                      static_cast<const double*>(squares), static_cast<Out*>(to));
+                      0, stream, static_cast<const X*>(from), size,
+                      static_cast<const float2*>(factors), static_cast<Out*>(to));
       });
     });
     if (error != cudaSuccess) return error;

@@ -35,9 +35,9 @@ cudaError_t LaunchSumOfSquaredDifferences(ElementType type, const void* a, const
                                           int64_t size, void* workspace, double* result,
                                           cudaStream_t stream);
 
-// out[i] = x[i] length / ||x||, the norm in float64; all zeros if the norm is 0. `out` may be `x`.
-// For each of `batch` matrices of `size` elements that lie one after another. The types may be
-// float16, too.
+// out[i] = x[i] length / ||x||, the norm and the quotient in float64; all zeros if the norm is 0.
+// `out` may be `x`. For each of `batch` matrices of `size` elements that lie one after another. The
+// types may be float16, too.
 cudaError_t LaunchNormalize(ElementType type_x, const void* x, int64_t size, int64_t batch,
                             double length, ElementType type_out, void* out, void* workspace,
                             cudaStream_t stream);

@@ -36,10 +36,13 @@ bool ResultHasGaps(const Product& p) { return p.c_row_length != 0 && p.c_row_len
 }  // namespace
 
 bool CanFuseGelu(const Product& product) {
-  // The documentation asks for 16-bit results and leading dimensions that are multiples of 8.
-  return product.c_type == DType::kBFloat16 && product.n % 8 == 0 && product.k > 0 &&
-         !ResultHasGaps(product) &&
-         Alignment(product.before_gelu != nullptr ? product.before_gelu : product.gelu_at) >= 16;
+  // The documentation asks for 16-bit results and leading dimensions that are multiples of 8, and
+  // it is with accesses of 16 bytes that every GPU has algorithms.
+  const auto aligned = [](const void* matrix) { return Alignment(matrix) >= 16; };
+  return product.c_type == DType::kBFloat16 && product.n % 8 == 0 && product.k % 8 == 0 &&
+         product.k > 0 && !ResultHasGaps(product) && aligned(product.a) && aligned(product.b) &&
+         aligned(product.c) &&
+         aligned(product.before_gelu != nullptr ? product.before_gelu : product.gelu_at);
 }
 
 struct MatMul::Plan {
@@ -166,7 +169,9 @@ absl::StatusOr<MatMul::Plan*> MatMul::PlanFor(const Product& p) {
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, align_b));
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, align_a));
   keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, align_c));
-  keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, align_d));
+  // There is no preference for a bias, which epilogues read beside what they write.
+  keep_first(prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
+                    p.bias == nullptr ? align_d : std::min(align_d, Alignment(p.bias))));
   cublasLtMatmulHeuristicResult_t result = {};
   int found = 0;
   if (status == CUBLAS_STATUS_SUCCESS) {

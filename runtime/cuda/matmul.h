@@ -46,6 +46,12 @@ struct Product {
 // caller runs a kernel of its own behind the product.
 bool CanFuseGelu(const Product& product);
 
+// Whether that pays on GPUs of this generation. It is reported to be slower than two kernels on
+// GeForce GPUs, from Ampere's to Blackwell's, and for Ampere's others nobody says otherwise.
+inline bool GeluFusionPays(int compute_capability_major) {
+  return compute_capability_major == 9 || compute_capability_major == 10;
+}
+
 // Runs products on one stream at a time: they share a workspace, which is this object's own and is
 // not in the memory plan (see kMatMulWorkspaceBytes). Calls come from one host thread.
 inline constexpr int64_t kMatMulWorkspaceBytes = int64_t{32} << 20;
