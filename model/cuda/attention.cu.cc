@@ -9,6 +9,8 @@
 #include <mma.h>
 
 #include <cfloat>
+#include <cstring>
+#include <type_traits>
 
 #include "model/cuda/elements.h"
 #include "runtime/cuda/kernel.h"
@@ -38,6 +40,40 @@ constexpr int kElements = Sums::num_elements;
 // lie in different banks.
 template <int kHeadSize>
 inline constexpr int kStride = kHeadSize + 8;
+
+// fragment = the matrix at `tile` in shared memory, whose rows, or columns, are `stride` apart.
+// This is wmma::load_matrix_sync; but of bfloat16 nvcc makes that a load from a generic address, so
+// four loads of 4 bytes, and shuffles where the matrix is transposed, instead of one LDSM. The
+// instruction below differs from nvcc's in ".shared" only, which no register's contents depend on.
+template <typename Fragment>
+__device__ __forceinline__ void LoadShared(Fragment& fragment, const BFloat* tile,
+                                           unsigned stride) {
+#ifdef __CUDA_ARCH__
+  const auto address = static_cast<unsigned>(__cvta_generic_to_shared(tile));
+  unsigned values[4];
+  static_assert(sizeof(values) == sizeof(fragment.x));
+  if constexpr (std::is_same_v<Fragment, Left>) {
+    asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(address), "r"(stride)
+                 : "memory");
+  } else if constexpr (std::is_same_v<Fragment, Right>) {
+    asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(address), "r"(stride)
+                 : "memory");
+  } else {
+    static_assert(std::is_same_v<Fragment, RightTransposed>);
+    asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(values[0]), "=r"(values[1]), "=r"(values[2]), "=r"(values[3])
+                 : "r"(address), "r"(stride)
+                 : "memory");
+  }
+  memcpy(fragment.x, values, sizeof(values));
+#else
+  wmma::load_matrix_sync(fragment, tile, stride);
+#endif
+}
 
 struct ElementPlaces {
   int row[kElements];
@@ -147,8 +183,8 @@ __global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 4 : 2)
   Left queries[kHeadEdges];
 #pragma unroll
   for (int d = 0; d < kHeadEdges; ++d) {
-    wmma::load_matrix_sync(queries[d], shared.keys + warp * kEdge * kStride<kHeadSize> + d * kEdge,
-                           kStride<kHeadSize>);
+    LoadShared(queries[d], shared.keys + warp * kEdge * kStride<kHeadSize> + d * kEdge,
+               kStride<kHeadSize>);
   }
   Sums result[kHeadEdges];
 #pragma unroll
@@ -176,8 +212,8 @@ __global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 4 : 2)
 #pragma unroll
       for (int d = 0; d < kHeadEdges; ++d) {
         RightTransposed key;
-        wmma::load_matrix_sync(key, shared.keys + j * kEdge * kStride<kHeadSize> + d * kEdge,
-                               kStride<kHeadSize>);
+        LoadShared(key, shared.keys + j * kEdge * kStride<kHeadSize> + d * kEdge,
+                   kStride<kHeadSize>);
         wmma::mma_sync(score, queries[d], key, score);
       }
       wmma::store_matrix_sync(scores + j * kEdge, score, kScoreStride, wmma::mem_row_major);
@@ -233,12 +269,12 @@ __global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 4 : 2)
     for (int j = 0; j < kKeyEdges; ++j) {
       if (j >= edges) break;
       Left probability;
-      wmma::load_matrix_sync(probability, probabilities + j * kEdge, kProbabilityStride);
+      LoadShared(probability, probabilities + j * kEdge, kProbabilityStride);
 #pragma unroll
       for (int d = 0; d < kHeadEdges; ++d) {
         Right value;
-        wmma::load_matrix_sync(value, shared.values + j * kEdge * kStride<kHeadSize> + d * kEdge,
-                               kStride<kHeadSize>);
+        LoadShared(value, shared.values + j * kEdge * kStride<kHeadSize> + d * kEdge,
+                   kStride<kHeadSize>);
         wmma::mma_sync(result[d], probability, value, result[d]);
       }
     }
@@ -384,17 +420,15 @@ __global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 3 : 2)
 #pragma unroll
     for (int d = 0; d < kHeadEdges; ++d) {
       Left first, second;
-      wmma::load_matrix_sync(first, my_first_rows + d * kEdge, kRowStride);
-      wmma::load_matrix_sync(second, my_second_rows + d * kEdge, kRowStride);
+      LoadShared(first, my_first_rows + d * kEdge, kRowStride);
+      LoadShared(second, my_second_rows + d * kEdge, kRowStride);
 #pragma unroll
       for (int e = 0; e < kTileEdges; ++e) {
         if (!is_visible(e)) continue;
         RightTransposed column;
-        wmma::load_matrix_sync(column, shared.first_columns + e * kEdge * kRowStride + d * kEdge,
-                               kRowStride);
+        LoadShared(column, shared.first_columns + e * kEdge * kRowStride + d * kEdge, kRowStride);
         wmma::mma_sync(scores[e], first, column, scores[e]);
-        wmma::load_matrix_sync(column, shared.second_columns + e * kEdge * kRowStride + d * kEdge,
-                               kRowStride);
+        LoadShared(column, shared.second_columns + e * kEdge * kRowStride + d * kEdge, kRowStride);
         wmma::mma_sync(products[e], second, column, products[e]);
       }
     }
@@ -423,21 +457,20 @@ __global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 3 : 2)
     for (int e = 0; e < kTileEdges; ++e) {
       if (!is_visible(e)) continue;
       Left weights;
-      wmma::load_matrix_sync(weights, gradients + e * kEdge, kTileStride);
+      LoadShared(weights, gradients + e * kEdge, kTileStride);
 #pragma unroll
       for (int d = 0; d < kHeadEdges; ++d) {
         Right column;
-        wmma::load_matrix_sync(column, shared.first_columns + e * kEdge * kRowStride + d * kEdge,
-                               kRowStride);
+        LoadShared(column, shared.first_columns + e * kEdge * kRowStride + d * kEdge, kRowStride);
         wmma::mma_sync(d_first[d], weights, column, d_first[d]);
       }
       if constexpr (kKeyRows) {
-        wmma::load_matrix_sync(weights, probabilities + e * kEdge, kTileStride);
+        LoadShared(weights, probabilities + e * kEdge, kTileStride);
 #pragma unroll
         for (int d = 0; d < kHeadEdges; ++d) {
           Right column;
-          wmma::load_matrix_sync(column, shared.second_columns + e * kEdge * kRowStride + d * kEdge,
-                                 kRowStride);
+          LoadShared(column, shared.second_columns + e * kEdge * kRowStride + d * kEdge,
+                     kRowStride);
           wmma::mma_sync(d_value[d], weights, column, d_value[d]);
         }
       }

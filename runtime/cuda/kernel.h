@@ -1,6 +1,7 @@
 // What every kernel source includes: how kernels are launched, and the few device functions that
 // all of them share. Sources are read by nvcc and, for the emulator, by a host compiler: they keep
-// to the CUDA runtime's C++ interface, without <<<>>> and without inline assembly.
+// to the CUDA runtime's C++ interface, without <<<>>>. Where nvcc makes too little of a function of
+// that interface, inline assembly of the same effect may stand beside it, under __CUDA_ARCH__.
 #ifndef DIM0_RUNTIME_CUDA_KERNEL_H_
 #define DIM0_RUNTIME_CUDA_KERNEL_H_
 
