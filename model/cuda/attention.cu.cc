@@ -108,14 +108,13 @@ __device__ void LoadTile(const BFloat* source, int64_t stride, int64_t count, BF
   for (int i = 0; i < kCount * kPacks / kThreads; ++i) {
     const int e = threadIdx.x + i * kThreads;
     const int row = e / kPacks, d = e % kPacks * kPack;
-    Pack<BFloat> pack;
+    // One store of a variable for both cases would make nvcc pack it anew from single elements.
+    auto* const target = reinterpret_cast<Pack<BFloat>*>(tile + row * kStride<kHeadSize> + d);
     if (row < count) {
-      pack = *reinterpret_cast<const Pack<BFloat>*>(source + row * stride + d);
+      *target = *reinterpret_cast<const Pack<BFloat>*>(source + row * stride + d);
     } else {
-#pragma unroll
-      for (int j = 0; j < kPack; ++j) pack.values[j] = FromFloat<BFloat>(0.0f);
+      *target = {};
     }
-    *reinterpret_cast<Pack<BFloat>*>(tile + row * kStride<kHeadSize> + d) = pack;
   }
 }
 
