@@ -145,6 +145,21 @@ __device__ void StoreRows(const Sums (&sums)[kHeadSize / kEdge], float* scratch,
   }
 }
 
+// For __launch_bounds__: `blocks` with shared memory of this type, or as many as a multiprocessor
+// has room for. To leave registers for more would only make the compiler spill.
+#if defined(__CUDA_ARCH__) && \
+    (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890 || __CUDA_ARCH__ >= 1200)
+constexpr int kSharedMemory = 100 << 10;  // of a multiprocessor
+#else
+constexpr int kSharedMemory = 164 << 10;  // at least
+#endif
+template <typename Shared>
+constexpr int BlocksWithRoom(int blocks) {
+  constexpr int kReserved = 1 << 10;  // a block's, by the system
+  constexpr int kRoom = kSharedMemory / (sizeof(Shared) + kReserved);
+  return blocks < kRoom ? blocks : kRoom;
+}
+
 // ---- forward -----------------------------------------------------------------------------------
 
 constexpr int kKeys = 64;  // a tile
@@ -161,7 +176,8 @@ struct ForwardShared {
 };
 
 template <int kHeadSize>
-__global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 4 : 2)
+__global__ void __launch_bounds__(kThreads,
+                                  BlocksWithRoom<ForwardShared<kHeadSize>>(kHeadSize == 64 ? 4 : 2))
     ForwardKernel(HeadLayout layout, const BFloat* qkv, BFloat* out, float* logsumexp) {
   constexpr int kHeadEdges = kHeadSize / kEdge, kKeyEdges = kKeys / kEdge;
   auto& shared = *DynamicSharedMemory<ForwardShared<kHeadSize>>();
@@ -338,7 +354,8 @@ struct BackwardShared {
 // As the plain kernel of the same name: with kKeyRows a block has a tile of keys, and sums their dk
 // and dv over the queries; without, a tile of queries, and sums their dq over the keys.
 template <int kHeadSize, bool kKeyRows>
-__global__ void __launch_bounds__(kThreads, kHeadSize == 64 ? 3 : 2)
+__global__ void __launch_bounds__(
+    kThreads, BlocksWithRoom<BackwardShared<kHeadSize, kKeyRows>>(kHeadSize == 64 ? 3 : 2))
     BackwardKernel(HeadLayout layout, const BFloat* dout, const BFloat* qkv, const float* logsumexp,
                    const float* delta, BFloat* dqkv) {
   using Shared = BackwardShared<kHeadSize, kKeyRows>;
