@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "model/cuda/block_order.h"
 #include "model/cuda/launch.h"
 #include "runtime/cuda/kernel.h"
 
@@ -18,6 +19,7 @@ struct HeadLayout {
   int64_t heads;
   int64_t head_size;
   int64_t pairs;
+  uint32_t pairs_per_group;  // see block_order.h
   float scale;
 
   explicit HeadLayout(const AttentionSize& size)
@@ -25,6 +27,7 @@ struct HeadLayout {
         heads(size.heads),
         head_size(size.head_size),
         pairs(size.batch * size.heads),
+        pairs_per_group(PairsPerGroup(pairs, seq_len, head_size)),
         scale(1.0f / std::sqrt(static_cast<float>(size.head_size))) {}
 
   __device__ int64_t width() const { return heads * head_size; }
@@ -39,17 +42,18 @@ struct HeadLayout {
   }
 };
 
-// A block's tile of rows and its pair. Blocks start in the order of their index: tiles with the
-// most work come first, so that no long one is left for the end.
+// A block's tile of rows and its pair.
 struct BlockPlace {
   int64_t first_row;
   int64_t pair;
 };
 __device__ __forceinline__ BlockPlace PlaceOfBlock(const HeadLayout& layout, int rows_per_tile,
                                                    bool last_is_longest) {
-  const int64_t tiles = CeilDivide(layout.seq_len, rows_per_tile);
-  const int64_t tile = blockIdx.x / layout.pairs;
-  return {(last_is_longest ? tiles - 1 - tile : tile) * rows_per_tile, blockIdx.x % layout.pairs};
+  const auto tiles = static_cast<uint32_t>(CeilDivide(layout.seq_len, rows_per_tile));
+  const RankedTile tile =
+      TileOfBlock(blockIdx.x, tiles, static_cast<uint32_t>(layout.pairs), layout.pairs_per_group);
+  const uint32_t index = last_is_longest ? tile.rank : tiles - 1 - tile.rank;
+  return {int64_t{index} * rows_per_tile, tile.pair};
 }
 
 // Plain kernels: float32 arithmetic, every head size.
