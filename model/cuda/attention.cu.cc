@@ -183,7 +183,8 @@ __global__ void __launch_bounds__(kThreads,
   auto& shared = *DynamicSharedMemory<ForwardShared<kHeadSize>>();
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const BlockPlace place = PlaceOfBlock(layout, kRows, /*last_is_longest=*/true);
-  const int64_t i0 = place.first_row, pair = place.pair, stride = layout.qkv_stride();
+  const int64_t i0 = place.first_row, stride = layout.qkv_stride();
+  const uint32_t pair = place.pair;
   const BFloat* q = qkv + layout.QkvOffset(pair);
   const BFloat* k = q + layout.width();
   const BFloat* v = k + layout.width();
@@ -316,21 +317,49 @@ __global__ void __launch_bounds__(kThreads,
 
 // ---- backward ----------------------------------------------------------------------------------
 
-// delta [pairs, T]. A warp has a query of a head.
-template <typename T>
+constexpr int kDeltaLanes = 8;  // of a query: 16 bytes each are 128 at once
+constexpr int kDeltaRows = 32;  // queries of a block
+constexpr int kDeltaRowsEach = kDeltaRows * kDeltaLanes / kThreads;
+
+// delta [pairs, T]. kN elements an access.
+template <int kN, typename T>
 __global__ void __launch_bounds__(kThreads)
     DeltaKernel(HeadLayout layout, const T* dout, const T* out, float* delta) {
-  const int64_t index = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t pair = index / layout.seq_len, query = index % layout.seq_len;
-  if (pair >= layout.pairs) return;
-  const int64_t offset = layout.OutOffset(pair) + query * layout.width();
-  float sum = 0;
-  for (int64_t d = lane; d < layout.head_size; d += kWarpSize) {
-    sum += ToFloat(dout[offset + d]) * ToFloat(out[offset + d]);
+  const auto tiles = static_cast<uint32_t>(CeilDivide(layout.seq_len, kDeltaRows));
+  const uint32_t pair = blockIdx.x / tiles;
+  const int lane = threadIdx.x % kDeltaLanes;
+  int64_t queries[kDeltaRowsEach], offsets[kDeltaRowsEach];
+  float sums[kDeltaRowsEach] = {};
+#pragma unroll
+  for (int i = 0; i < kDeltaRowsEach; ++i) {
+    queries[i] = int64_t{blockIdx.x % tiles} * kDeltaRows + i * (kThreads / kDeltaLanes) +
+                 threadIdx.x / kDeltaLanes;
+    // Behind the last query that one is read again: loads without a condition can start early.
+    offsets[i] = layout.OutOffset(pair) + min(queries[i], layout.seq_len - 1) * layout.width();
   }
-  sum = WarpSum(sum);
-  if (lane == 0) delta[index] = sum;
+#pragma unroll 1
+  for (int64_t d = lane * kN; d < layout.head_size; d += kDeltaLanes * kN) {
+    float a[kDeltaRowsEach][kN], b[kDeltaRowsEach][kN];
+#pragma unroll
+    for (int i = 0; i < kDeltaRowsEach; ++i) {
+      Load(dout + offsets[i] + d, a[i]);
+      Load(out + offsets[i] + d, b[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < kDeltaRowsEach; ++i) {
+#pragma unroll
+      for (int j = 0; j < kN; ++j) sums[i] += a[i][j] * b[i][j];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kDeltaRowsEach; ++i) {
+    for (int offset = kDeltaLanes / 2; offset > 0; offset /= 2) {
+      sums[i] += __shfl_xor_sync(kAllLanes, sums[i], offset);
+    }
+    if (lane == 0 && queries[i] < layout.seq_len) {
+      delta[pair * layout.seq_len + queries[i]] = sums[i];
+    }
+  }
 }
 
 constexpr int kColumns = 32;  // of a tile; more would not leave registers for the results
@@ -367,7 +396,8 @@ __global__ void __launch_bounds__(
   auto& shared = *DynamicSharedMemory<Shared>();
   const int warp = threadIdx.x / kWarpSize;
   const BlockPlace place = PlaceOfBlock(layout, kRows, /*last_is_longest=*/!kKeyRows);
-  const int64_t r0 = place.first_row, pair = place.pair;
+  const int64_t r0 = place.first_row;
+  const uint32_t pair = place.pair;
   const int64_t stride = layout.qkv_stride(), width = layout.width(), seq_len = layout.seq_len;
   const BFloat* q = qkv + layout.QkvOffset(pair);
   const BFloat* k = q + width;
@@ -559,11 +589,14 @@ cudaError_t LaunchAttentionBackward(const AttentionSize& size, Array dout, Array
   const HeadLayout layout(size);
   if (layout.pairs == 0 || layout.seq_len == 0) return cudaSuccess;
   const dim3 delta_grid(
-      static_cast<unsigned>(CeilDivide(layout.pairs * layout.seq_len, kThreads / kWarpSize)));
+      static_cast<unsigned>(CeilDivide(layout.seq_len, kDeltaRows) * layout.pairs));
   const cudaError_t error = WithElementType(out.type, [&](auto tag) {
     using T = TypeOf<decltype(tag)>;
-    return Launch(DeltaKernel<T>, delta_grid, dim3(kThreads), 0, stream, layout, As<T>(dout),
-                  As<T>(out), workspace);
+    const bool vectors = AreAligned({dout.data, out.data}) && layout.head_size % kVector<T> == 0;
+    return WithVector<T>(vectors, [&](auto n) {
+      return Launch(DeltaKernel<decltype(n)::kValue, T>, delta_grid, dim3(kThreads), 0, stream,
+                    layout, As<T>(dout), As<T>(out), workspace);
+    });
   });
   if (error != cudaSuccess) return error;
   if (!HasTensorCoreKernel(layout, {dout, qkv, dqkv})) {

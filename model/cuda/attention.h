@@ -13,20 +13,21 @@
 namespace dim0::cuda {
 
 // The heads of all sequences, "pairs" of a sequence and a head, inside qkv [B*T, 3C], its gradient,
-// and out [B*T, C].
+// and out [B*T, C]. A pair has a block at least, so their number has 32 bits, which GPUs divide at
+// a fraction of the cost of 64.
 struct HeadLayout {
   int64_t seq_len;
-  int64_t heads;
+  uint32_t heads;
   int64_t head_size;
-  int64_t pairs;
+  uint32_t pairs;
   uint32_t pairs_per_group;  // see block_order.h
   float scale;
 
   explicit HeadLayout(const AttentionSize& size)
       : seq_len(size.seq_len),
-        heads(size.heads),
+        heads(static_cast<uint32_t>(size.heads)),
         head_size(size.head_size),
-        pairs(size.batch * size.heads),
+        pairs(static_cast<uint32_t>(size.batch * size.heads)),
         pairs_per_group(PairsPerGroup(pairs, seq_len, head_size)),
         scale(1.0f / std::sqrt(static_cast<float>(size.head_size))) {}
 
@@ -34,10 +35,10 @@ struct HeadLayout {
   // Rows of qkv are this far apart.
   __device__ int64_t qkv_stride() const { return 3 * width(); }
   // Where a pair's queries start in qkv. Keys and values follow at width() and 2 * width().
-  __device__ int64_t QkvOffset(int64_t pair) const {
+  __device__ int64_t QkvOffset(uint32_t pair) const {
     return pair / heads * seq_len * qkv_stride() + pair % heads * head_size;
   }
-  __device__ int64_t OutOffset(int64_t pair) const {
+  __device__ int64_t OutOffset(uint32_t pair) const {
     return pair / heads * seq_len * width() + pair % heads * head_size;
   }
 };
@@ -45,13 +46,12 @@ struct HeadLayout {
 // A block's tile of rows and its pair.
 struct BlockPlace {
   int64_t first_row;
-  int64_t pair;
+  uint32_t pair;
 };
 __device__ __forceinline__ BlockPlace PlaceOfBlock(const HeadLayout& layout, int rows_per_tile,
                                                    bool last_is_longest) {
   const auto tiles = static_cast<uint32_t>(CeilDivide(layout.seq_len, rows_per_tile));
-  const RankedTile tile =
-      TileOfBlock(blockIdx.x, tiles, static_cast<uint32_t>(layout.pairs), layout.pairs_per_group);
+  const RankedTile tile = TileOfBlock(blockIdx.x, tiles, layout.pairs, layout.pairs_per_group);
   const uint32_t index = last_is_longest ? tile.rank : tiles - 1 - tile.rank;
   return {int64_t{index} * rows_per_tile, tile.pair};
 }
