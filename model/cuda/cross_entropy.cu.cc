@@ -14,25 +14,34 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int32_t kIgnored = -1;
 
-// Calls visit(values, first column) for this thread's part of the row: single elements up to the
-// first aligned address and behind the last, packs between.
+// e^x for x <= 0, in half the instructions of expf: scaling x rounds it, which costs the result
+// digits in proportion to |x|, that is where it is small next to the greatest term's 1.
+__device__ __forceinline__ float Exp(float x) {
+  constexpr float kLog2OfE = 1.44269504f;
+  return exp2f(x * kLog2OfE);
+}
+
+// Calls visit(values, where the first is) for this thread's part of the row: single elements up to
+// the first aligned address and behind the last, packs between.
 template <typename T, typename Visit>
-__device__ __forceinline__ void ForRow(const T* row, int64_t cols, const Visit& visit) {
+__device__ __forceinline__ void ForRow(T* row, int64_t cols, const Visit& visit) {
   constexpr int kElements = kVector<T>;
   const int64_t misaligned = reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T);
   const int64_t head = min(cols, (kElements - misaligned) % kElements);
   const int64_t tail = head + (cols - head) / kElements * kElements;
-  for (int64_t c = head + threadIdx.x * kElements; c < tail; c += blockDim.x * kElements) {
+  T* const packs_end = row + tail;
+  for (T* place = row + head + threadIdx.x * kElements; place < packs_end;
+       place += blockDim.x * kElements) {
     float values[kElements];
-    Load(row + c, values);
-    visit(values, c);
+    Load(place, values);
+    visit(values, place);
   }
   // The ends are shorter than a pack each.
   const int64_t end_column = threadIdx.x < kElements ? threadIdx.x : tail + threadIdx.x - kElements;
   if (threadIdx.x < kElements ? end_column < head
                               : threadIdx.x < 2 * kElements && end_column < cols) {
     float value[1] = {ToFloat(row[end_column])};
-    visit(value, end_column);
+    visit(value, row + end_column);
   }
 }
 
@@ -58,46 +67,47 @@ __global__ void __launch_bounds__(kMaxThreads)
   if (target == kIgnored) {
     if (threadIdx.x == 0) losses[n] = 0;
     if constexpr (kGradient) {
-      ForRow(row, cols, [=](auto& values, int64_t column) {
+      ForRow(row, cols, [=](auto& values, T* place) {
         for (float& value : values) value = 0;
-        Store(values, row + column);
+        Store(values, place);
       });
     }
     return;
   }
 
+  const bool in_range = 0 <= target && target < cols;
+  // Read before the barriers of the sums, behind which the gradient takes its place.
+  const float target_logit = in_range ? ToFloat(row[target]) : NAN;
+
   // Over this thread's elements so far: the greatest, from a finite start so that e^(x - max) is 0
   // for x = -inf, and the sum of e^(x - max).
   float max = -FLT_MAX, sum = 0;
-  ForRow(row, cols, [&](auto& values, int64_t) {
+  ForRow(row, cols, [&](auto& values, T*) {
     float new_max = max;
     for (float value : values) new_max = fmaxf(new_max, value);
     if (new_max > max) {
-      sum *= expf(max - new_max);
+      sum *= Exp(max - new_max);
       max = new_max;
     }
-    for (float value : values) sum += expf(value - max);
+    for (float value : values) sum += Exp(value - max);
   });
   const float row_max = BlockMax(max);
-  const float row_sum = BlockSum(sum * expf(max - row_max));
-  if (threadIdx.x == 0) {
-    // The maximum is kept apart from the logarithm: their sum as a float would lose what large
-    // logits differ by.
-    losses[n] = 0 <= target && target < cols
-                    ? log(static_cast<double>(row_sum)) +
-                          (static_cast<double>(row_max) - ToFloat(row[target]))
-                    : NAN;
-  }
+  const float row_sum = BlockSum(sum * Exp(max - row_max));
+  const float factor = scale / row_sum;
   if constexpr (kGradient) {
-    __syncthreads();  // the target's logit has been read
-    const float factor = scale / row_sum;
-    ForRow(row, cols, [=](auto& values, int64_t column) {
-      for (float& value : values) {
-        value = expf(value - row_max) * factor - (column + (&value - values) == target ? scale : 0);
-      }
-      Store(values, row + column);
+    ForRow(row, cols, [=](auto& values, T* place) {
+      for (float& value : values) value = Exp(value - row_max) * factor;
+      Store(values, place);
     });
+    __syncthreads();  // the target's element has been written, as those of the others
   }
+  if (threadIdx.x > 0) return;
+  if constexpr (kGradient) {
+    if (in_range) row[target] = FromFloat<T>(Exp(target_logit - row_max) * factor - scale);
+  }
+  // The maximum is kept apart from the logarithm: their sum as a float would lose what large logits
+  // differ by.
+  losses[n] = log(static_cast<double>(row_sum)) + (static_cast<double>(row_max) - target_logit);
 }
 
 // One block: *loss_sum += losses.
