@@ -17,9 +17,6 @@ __device__ __forceinline__ int64_t WarpRow() {
   return static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
 }
 
-// Of the fused backward kernel: two blocks for each multiprocessor of a large GPU.
-int64_t NormChunks(int64_t rows) { return std::clamp<int64_t>(CeilDivide(rows, 8), 1, 256); }
-
 dim3 RowBlocks(int64_t rows) { return dim3(static_cast<unsigned>(CeilDivide(rows, kWarps))); }
 
 // Without `delta`, x is the norm's input; with it, x + delta, which goes to `sum` (x or delta
@@ -151,81 +148,138 @@ struct ParameterTerms {
 };
 
 // Both in one pass over dy and x, for rows that a block spans with one vector of elements a thread:
-// it takes kFusedRows at a time, and keeps its columns' sums for dgain and dbias in registers. They
+// it takes a few rows at a time, and keeps its columns' sums for dgain and dbias in registers. They
 // go to partial_sums [2][chunks][width], blockIdx.x being the chunk.
 constexpr int kFusedThreads = 512;
-constexpr int kFusedRows = 4;
 
-template <int kElements, typename T, typename P>
+// Rows at a time: as many as there are registers for.
+template <int kElements, typename T>
+inline constexpr int kFusedRows = 64 / (kElements * sizeof(T));
+
+// How many chunks, and so blocks, there are at most: 256, or more of narrow rows, whose blocks are
+// small. They then are about what 100 multiprocessors hold at once, with 512 threads each, and a
+// GPU that has more of them does not run a second, short wave.
+constexpr int64_t kMostChunks = 256;
+constexpr int64_t kMostColumnsOfChunks = 384 * 1024;
+// A shorter chunk would not be worth its rows of partial_sums.
+constexpr int64_t kLeastRowsPerChunk = 8;
+
+// Whole steps of the kernel.
+int64_t RowsPerChunk(int64_t rows, int64_t width) {
+  constexpr int64_t kStep = 4;
+  const int64_t most_chunks = std::max(kMostChunks, kMostColumnsOfChunks / width);
+  const int64_t steps = CeilDivide(CeilDivide(rows, most_chunks), kStep);
+  return std::max(kLeastRowsPerChunk, steps * kStep);
+}
+
+// Elements of a row as they are stored.
+template <int kElements, typename T>
+struct Stored {
+  Pack<T> packs[kElements / Pack<T>::kSize];
+
+  // Nobody waits for them before they are used.
+  __device__ __forceinline__ void Fetch(const T* source) {
+#pragma unroll
+    for (int i = 0; i < kElements / Pack<T>::kSize; ++i) {
+      packs[i] = reinterpret_cast<const Pack<T>*>(source)[i];
+    }
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return ToFloat(packs[i / Pack<T>::kSize].values[i % Pack<T>::kSize]);
+  }
+};
+
+// Registers would not hold a step's rows as floats until their sums are known: dy and x are fetched
+// again then, from the cache.
+template <int kElements, bool kAccumulate, typename T, typename P>
 __global__ void __launch_bounds__(kFusedThreads)
     FusedBackwardKernel(const T* dy, const T* x, const P* gain, const float* mean,
-                        const float* rstd, T* dx, bool accumulate, int64_t rows, int64_t width,
-                        float* partial_sums) {
-  // Two, taken in turns: who writes one has seen all threads leave the other.
-  __shared__ float shared[2][2 * kFusedRows][kFusedThreads / kWarpSize];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+                        const float* rstd, T* dx, int64_t rows, int64_t width,
+                        int64_t rows_per_chunk, float* partial_sums) {
+  constexpr int kRows = kFusedRows<kElements, T>;
+  __shared__ __align__(16) float statistics[2][kRows];  // mean, rstd
+  __shared__ __align__(16) float sums[kFusedThreads / kWarpSize][2][kRows];
+  const int thread = threadIdx.x, lane = thread % kWarpSize, warp = thread / kWarpSize;
   const int warps = blockDim.x / kWarpSize;
-  const int64_t column = static_cast<int64_t>(threadIdx.x) * kElements;
-  const bool inside = column < width;
-  const int64_t rows_per_chunk = CeilDivide(rows, gridDim.x);
+  const float inverse_width = 1.0f / width;
   const int64_t begin = blockIdx.x * rows_per_chunk;
   const int64_t end = min(rows, begin + rows_per_chunk);
+  // Threads behind the row's end read its last elements, and the last row stands in for those
+  // behind the chunk's end, so that no load hangs on a branch. Neither counts.
+  const bool inside = thread * kElements < width;
+  const int64_t column = min(static_cast<int64_t>(thread * kElements), width - kElements);
   float gains[kElements] = {}, gain_sums[kElements] = {}, bias_sums[kElements] = {};
   if (inside) Load(gain + column, gains);
 
-  int turn = 0;
-  for (int64_t first = begin; first < end; first += kFusedRows, turn ^= 1) {
-    float dys[kFusedRows][kElements] = {}, h[kFusedRows][kElements] = {};
-    float r[kFusedRows] = {};
+  // The block's first threads bring the rows' statistics, one each.
+  const float* statistic_source = thread % (2 * kRows) < kRows ? mean : rstd;
+
+  for (int64_t first = begin; first < end; first += kRows) {
+    const int last = static_cast<int>(min(first + kRows, end) - first) - 1;
+    const float statistic = statistic_source[first + min(thread % kRows, last)];
+    Stored<kElements, T> dys[kRows], xs[kRows], old_dx[kRows];
+    int64_t places[kRows];
 #pragma unroll
-    for (int n = 0; n < kFusedRows; ++n) {
-      const int64_t row = first + n;
-      if (row >= end) continue;
-      const float m = mean[row];
-      r[n] = rstd[row];
-      if (!inside) continue;
-      Load(dy + row * width + column, dys[n]);
-      Load(x + row * width + column, h[n]);
+    for (int n = 0; n < kRows; ++n) {
+      places[n] = (first + min(n, last)) * width + column;
+      dys[n].Fetch(dy + places[n]);
+      xs[n].Fetch(x + places[n]);
+      if constexpr (kAccumulate) old_dx[n].Fetch(dx + places[n]);
+    }
+    if (thread < 2 * kRows) {
+      statistics[thread / kRows][thread % kRows] = thread % kRows <= last ? statistic : 0;
+    }
+    // What follows needs the statistics, so that all loads are under way before the first is waited
+    // for.
+    __syncthreads();
+    float m[kRows], r[kRows];
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) h[n][i] = (h[n][i] - m) * r[n];
+    for (int n = 0; n < kRows; ++n) {
+      m[n] = statistics[0][n];
+      r[n] = statistics[1][n];
     }
 #pragma unroll
-    for (int n = 0; n < kFusedRows; ++n) {
+    for (int n = 0; n < kRows; ++n) {
+      const float count = n <= last ? 1 : 0;
       float sum_g = 0, sum_gh = 0;
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        gain_sums[i] += dys[n][i] * h[n][i];
-        bias_sums[i] += dys[n][i];
-        sum_g += dys[n][i] * gains[i];
-        sum_gh += dys[n][i] * gains[i] * h[n][i];
+        const float h = (xs[n][i] - m[n]) * r[n], g = dys[n][i] * gains[i];
+        gain_sums[i] += dys[n][i] * h;
+        bias_sums[i] += dys[n][i] * count;
+        sum_g += g;
+        sum_gh += g * h;
       }
       sum_g = WarpSum(sum_g);
       sum_gh = WarpSum(sum_gh);
       if (lane == 0) {
-        shared[turn][2 * n][warp] = sum_g;
-        shared[turn][2 * n + 1][warp] = sum_gh;
+        sums[warp][0][n] = sum_g;
+        sums[warp][1][n] = sum_gh;
       }
     }
     __syncthreads();
-    if (!inside) continue;
+    float total_g[kRows] = {}, total_gh[kRows] = {};
+#pragma unroll 2
+    for (int w = 0; w < warps; ++w) {
 #pragma unroll
-    for (int n = 0; n < kFusedRows; ++n) {
-      const int64_t row = first + n;
-      if (row >= end) break;
-      float average_g = 0, average_gh = 0;
-      for (int w = 0; w < warps; ++w) {
-        average_g += shared[turn][2 * n][w];
-        average_gh += shared[turn][2 * n + 1][w];
+      for (int n = 0; n < kRows; ++n) {
+        total_g[n] += sums[w][0][n];
+        total_gh[n] += sums[w][1][n];
       }
-      average_g /= width;
-      average_gh /= width;
-      float result[kElements] = {};
-      if (accumulate) Load(dx + row * width + column, result);
+    }
+#pragma unroll
+    for (int n = 0; n < kRows; ++n) {
+      dys[n].Fetch(dy + places[n]);
+      xs[n].Fetch(x + places[n]);
+      const float constant = total_g[n] * inverse_width;
+      const float slope = r[n] * (total_gh[n] * inverse_width);
+      float result[kElements];
 #pragma unroll
       for (int i = 0; i < kElements; ++i) {
-        result[i] += r[n] * (dys[n][i] * gains[i] - average_g - h[n][i] * average_gh);
+        result[i] = r[n] * (dys[n][i] * gains[i] - constant - (xs[n][i] - m[n]) * slope);
+        if constexpr (kAccumulate) result[i] += old_dx[n][i];
       }
-      Store(result, dx + row * width + column);
+      if (inside && n <= last) Store(result, dx + places[n]);
     }
   }
   if (!inside) return;
@@ -267,12 +321,15 @@ cudaError_t LaunchLayerNormBackward(Array dy, Array x, Array gain, const float* 
       constexpr int kElements = kVector<T, P>;
       const bool vectors =
           width % kElements == 0 && AreAligned({dy.data, x.data, gain.data, dx.data, workspace});
-      if (vectors && width <= kElements * kFusedThreads && rows > 0) {
-        chunks = NormChunks(rows);
+      if (vectors && rows > 0 && width > 0 && width <= kElements * kFusedThreads) {
+        const int64_t rows_per_chunk = RowsPerChunk(rows, width);
+        chunks = CeilDivide(rows, rows_per_chunk);
         const int64_t threads = CeilDivide(width / kElements, kWarpSize) * kWarpSize;
-        return Launch(FusedBackwardKernel<kElements, T, P>, dim3(static_cast<unsigned>(chunks)),
-                      dim3(static_cast<unsigned>(threads)), 0, stream, As<T>(dy), As<T>(x),
-                      As<P>(gain), mean, rstd, As<T>(dx), accumulate_dx, rows, width, workspace);
+        return Launch(accumulate_dx ? FusedBackwardKernel<kElements, true, T, P>
+                                    : FusedBackwardKernel<kElements, false, T, P>,
+                      dim3(static_cast<unsigned>(chunks)), dim3(static_cast<unsigned>(threads)), 0,
+                      stream, As<T>(dy), As<T>(x), As<P>(gain), mean, rstd, As<T>(dx), rows, width,
+                      rows_per_chunk, workspace);
       }
       chunks = ColumnSumChunks(rows);
       const cudaError_t error = WithVector<T, P>(vectors, [&](auto elements) {
@@ -298,9 +355,10 @@ cudaError_t LaunchLayerNormBackward(Array dy, Array x, Array gain, const float* 
 int64_t WorkspaceFloats(int64_t tokens, int64_t width) {
   // LayerNorm's two sums of each column; the bias gradients' one, of up to 4 x width columns; a
   // float64 loss a token for cross-entropy.
-  const int64_t column_chunks = ColumnSumChunks(tokens);
-  return std::max({2 * std::max(NormChunks(tokens), column_chunks) * width,
-                   4 * column_chunks * width, 2 * tokens});
+  const int64_t norm_columns = std::min(CeilDivide(tokens, kLeastRowsPerChunk) * width,
+                                        std::max(kMostChunks * width, kMostColumnsOfChunks));
+  const int64_t bias_columns = ColumnSumChunks(tokens) * width;
+  return std::max({2 * norm_columns, 4 * bias_columns, 2 * tokens});
 }
 
 }  // namespace dim0::cuda
