@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kGroups* kWarpSize)
   const int64_t column = static_cast<int64_t>(blockIdx.x) * kWarpSize + lane;
   float sum = 0;
   if (column < cols) {
-#pragma unroll 4
+#pragma unroll 8
     for (int64_t chunk = group; chunk < chunks; chunk += kGroups) {
       sum += partial_sums[chunk * cols + column];
     }
