@@ -349,15 +349,19 @@ class World {
   void Launched(End& end) {
     std::unique_lock<std::mutex> lock(mutex_);
     ++end.launched;
-    launched_.notify_all();
-    launched_.wait(lock, [&] {
+    const auto over = [&] {
       if (!failure_.ok()) return true;
       const auto& ends = ends_.at(end.channel);
       const auto so_far = std::count_if(ends.begin(), ends.end(), [&](const auto& other) {
         return other->launched >= end.launched;
       });
       return so_far >= static_cast<int64_t>(locals_.size());
-    });
+    };
+    if (over()) {
+      launched_.notify_all();
+    } else {
+      launched_.wait(lock, over);
+    }
   }
 
   // Of a group that has failed the watchdog aborts all communicators together: returns an error
