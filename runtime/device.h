@@ -4,6 +4,7 @@
 #define DIM0_RUNTIME_DEVICE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -55,6 +56,12 @@ class Device {
   // Streams made from now on report their ops to `recorder`, which outlives them; null: to nobody.
   void SetRecorder(OpRecorder* recorder) { recorder_ = recorder; }
   OpRecorder* recorder() const { return recorder_; }
+
+  // `handler` hears of the first error of each stream as soon as it is known, where ops run, and
+  // fail, as they are enqueued: a stream that has failed leaves out its collectives, and the hosts
+  // of other ranks may wait for these before anyone here looks. Empty: nobody hears. Elsewhere it
+  // is never called.
+  virtual void SetFailureHandler(std::function<void(const absl::Status&)> /*handler*/) {}
 
   // Zero-filled memory aligned to at least 64 bytes. Error: ResourceExhausted. `bytes` > 0.
   virtual absl::StatusOr<void*> Allocate(int64_t bytes) = 0;

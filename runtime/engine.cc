@@ -102,6 +102,7 @@ Engine::Engine(const EngineOptions& options, Model& model, ProcessGroup& group, 
 }
 
 Engine::~Engine() {
+  device_.SetFailureHandler(nullptr);
   // A rank that leaves must not take its memory from under collectives in flight.
   (void)Synchronize();
 }
@@ -307,6 +308,7 @@ absl::Status Engine::AllocateWires() {
 }
 
 absl::Status Engine::OpenChannels() {
+  device_.SetFailureHandler([&group = group_](const absl::Status& error) { group.Abort(error); });
   DIM0_ASSIGN_OR_RETURN(parameter_channel_, group_.Open("parameter"));
   DIM0_ASSIGN_OR_RETURN(gradient_channel_, group_.Open("gradient"));
   DIM0_ASSIGN_OR_RETURN(control_channel_, group_.Open("control"));

@@ -366,6 +366,9 @@ absl::Status MeasureOnRank(const OptimizerBenchOptions& options, const Parameter
     steppers.push_back(std::move(stepper));
   }
   device->SetRecorder(nullptr);
+  device->SetFailureHandler([&](const absl::Status& error) {
+    for (const Groups& of_scheme : groups) of_scheme[rank]->Abort(error);
+  });
 
   DIM0_ASSIGN_OR_RETURN(const std::unique_ptr<Communicator> meeting,
                         groups.back()[rank]->OpenHost("bench"));

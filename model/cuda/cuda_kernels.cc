@@ -421,11 +421,8 @@ class CudaKernels : public Kernels {
 }  // namespace
 
 std::unique_ptr<Kernels> CreateCudaKernels(Device& device) {
-  int major = 0;
-  const int ordinal = static_cast<CudaDevice&>(device).ordinal();
-  // Should it fail, a device that works will say so at its next call, and both ways are right.
-  (void)cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, ordinal);
-  return std::make_unique<CudaKernels>(GeluFusionPays(major));
+  const int generation = static_cast<CudaDevice&>(device).compute_capability_major();
+  return std::make_unique<CudaKernels>(GeluFusionPays(generation));
 }
 
 }  // namespace dim0::cuda

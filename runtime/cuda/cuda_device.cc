@@ -66,12 +66,13 @@ absl::Status ProbeKernels(const std::string& gpu, const cudaDeviceProp& properti
                    properties.minor));
 }
 
-absl::Status CheckGpu(int ordinal, std::string* name) {
+absl::Status CheckGpu(int ordinal, std::string* name, int* compute_capability_major) {
   cudaDeviceProp properties;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaGetDeviceProperties(&properties, ordinal),
                                 absl::StrCat("asking GPU ", ordinal, " what it is")));
   *name = absl::StrCat("GPU ", ordinal, " (", properties.name, ", sm_", properties.major,
                        properties.minor, ")");
+  *compute_capability_major = properties.major;
   if (properties.major < kOldestMajor) {
     return absl::UnavailableError(
         absl::StrCat(*name, " is too old: it takes sm_", kOldestMajor, "0, Ampere"));
@@ -123,7 +124,8 @@ absl::StatusOr<int> CountGpus() {
 
 absl::Status CheckGpu(int ordinal) {
   std::string name;
-  return CheckGpu(ordinal, &name);
+  int compute_capability_major = 0;
+  return CheckGpu(ordinal, &name, &compute_capability_major);
 }
 
 absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Create(int ordinal) {
@@ -134,7 +136,7 @@ absl::StatusOr<std::unique_ptr<CudaDevice>> CudaDevice::Create(int ordinal) {
                      "; a rank has a GPU of its own, so lower --ranks"));
   }
   std::unique_ptr<CudaDevice> device(new CudaDevice);
-  DIM0_RETURN_IF_ERROR(CheckGpu(ordinal, &device->name_));
+  DIM0_RETURN_IF_ERROR(CheckGpu(ordinal, &device->name_, &device->compute_capability_major_));
   device->context_->ordinal = ordinal;
   DIM0_ASSIGN_OR_RETURN(device->context_->events, EventPool::Create());
   DIM0_ASSIGN_OR_RETURN(device->staging_, Staging::Create(device->context_->events));

@@ -2,9 +2,11 @@
 #ifndef DIM0_RUNTIME_CUDA_CUDA_DEVICE_H_
 #define DIM0_RUNTIME_CUDA_CUDA_DEVICE_H_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -23,6 +25,8 @@ class CudaDevice : public Device {
   ~CudaDevice() override;
 
   int ordinal() const { return context_->ordinal; }
+  // 9 is Hopper.
+  int compute_capability_major() const { return compute_capability_major_; }
 
   Backend backend() const override { return Backend::kCuda; }
   std::string name() const override;
@@ -31,6 +35,9 @@ class CudaDevice : public Device {
   }
   using Device::NewStream;
   std::unique_ptr<Stream> NewStream(absl::string_view name, StreamPriority priority) override;
+  void SetFailureHandler(std::function<void(const absl::Status&)> handler) override {
+    context_->on_failure = std::move(handler);
+  }
   absl::StatusOr<void*> Allocate(int64_t bytes) override;
   void Free(void* data, int64_t bytes) override;
   absl::StatusOr<AvailableMemory> Available(int world_size, int threads,
@@ -64,6 +71,7 @@ class CudaDevice : public Device {
   std::unique_ptr<MatMul> products_;
   std::map<cudaStream_t, void*> sum_workspaces_;  // where a stream's kernels keep partial sums
   std::string name_;
+  int compute_capability_major_ = 0;
 };
 
 // How many GPUs CUDA shows this process, one at least. Unavailable, in one line with what to do: no

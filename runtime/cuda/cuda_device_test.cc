@@ -18,7 +18,10 @@
 namespace dim0::cuda {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
 
 class CudaDeviceTest : public ::testing::Test {
  protected:
@@ -195,6 +198,27 @@ TEST_F(CudaDeviceTest, AGpuThatIsNotThereIsNamed) {
   ASSERT_EQ(ranks.status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(std::string(ranks.status().message()),
               HasSubstr(absl::StrCat("CUDA shows this process ", count)));
+}
+
+TEST_F(CudaDeviceTest, TheFirstErrorOfAStreamIsHeardAsItHappens) {
+  std::vector<std::string> heard;
+  device_->SetFailureHandler(
+      [&](const absl::Status& error) { heard.emplace_back(error.message()); });
+  const auto first = device_->NewStream("first"), second = device_->NewStream("second");
+  const auto enqueue = [](Stream& stream, const char* name, const absl::Status& status) {
+    stream.Enqueue({.name = name}, [=](const OpContext&) { return status; });
+  };
+  enqueue(*first, "good", absl::OkStatus());
+  EXPECT_THAT(heard, IsEmpty());
+  enqueue(*first, "bad", absl::DataLossError("lost"));
+  EXPECT_THAT(heard, ElementsAre("bad: lost"));
+  enqueue(*first, "worse", absl::DataLossError("lost more"));
+  EXPECT_THAT(heard, SizeIs(1));
+  second->Wait(first->Record());
+  EXPECT_THAT(heard, ElementsAre("bad: lost", "bad: lost"));
+  device_->SetFailureHandler(nullptr);
+  enqueue(*device_->NewStream("third"), "bad", absl::DataLossError("lost"));
+  EXPECT_THAT(heard, SizeIs(2));
 }
 
 TEST_F(CudaDeviceTest, MoreMemoryThanTheGpuHasIsRefused) {

@@ -89,7 +89,8 @@ CudaStream::CudaStream(absl::string_view name, int priority, std::shared_ptr<Str
 
 CudaStream::~CudaStream() {
   if (stream_ != nullptr) {
-    (void)Synchronize();
+    (void)context_->Activate();
+    (void)AwaitAll();
     cudaStreamDestroy(stream_);
   }
   std::lock_guard<std::mutex> lock(context_->mutex);
@@ -169,14 +170,17 @@ void CudaStream::CountLive(MemoryPurpose purpose, int64_t bytes) {
   if (status_.ok()) pending_.push_back(std::move(pending));
 }
 
-absl::Status CudaStream::Synchronize() {
-  Fail(context_->Activate());
-  if (stream_ == nullptr) return status_;
-  const absl::Status waited =
+absl::Status CudaStream::AwaitAll() {
+  absl::Status waited =
       ToStatus(cudaStreamSynchronize(stream_),
                absl::StrCat("waiting for stream ", name_, " of GPU ", context_->ordinal));
   context_->Collect();
-  Fail(waited);
+  return waited;
+}
+
+absl::Status CudaStream::Synchronize() {
+  Fail(context_->Activate());
+  if (stream_ != nullptr) Fail(AwaitAll());
   return status_;
 }
 

@@ -26,6 +26,7 @@ class CudaStream;
 struct StreamContext {
   int ordinal = 0;  // of the device
   std::shared_ptr<EventPool> events;
+  std::function<void(const absl::Status&)> on_failure;  // see Device::SetFailureHandler
 
   // Makes the device current for the calling thread.
   absl::Status Activate() const;
@@ -56,7 +57,9 @@ class CudaStream : public Stream {
   // Later ops are skipped, and whoever waits for the stream's events gets the first error. OK does
   // nothing.
   void Fail(const absl::Status& status) {
-    if (status_.ok()) status_ = status;
+    if (status.ok() || !status_.ok()) return;
+    status_ = status;
+    if (context_->on_failure) context_->on_failure(status);
   }
 
   // Null if there is none.
@@ -82,6 +85,8 @@ class CudaStream : public Stream {
   };
   using Pending = std::variant<PendingOp, PendingWait, PendingMemory>;
 
+  // Blocks until all has run.
+  absl::Status AwaitAll();
   bool recording() const { return record_ != nullptr && record_->recording(); }
   // A point of this stream; null if the stream has failed, or fails with this.
   std::shared_ptr<TimedEvent> Mark();
