@@ -346,7 +346,7 @@ class World {
 
   // The end has enqueued one more call. Waits until all ranks of this process have enqueued as many
   // on its channel, or the group has failed; see above.
-  void Launched(End& end) {
+  void AwaitLocalRanks(End& end) {
     std::unique_lock<std::mutex> lock(mutex_);
     ++end.launched;
     const auto over = [&] {
@@ -870,7 +870,7 @@ class NcclCommunicator final : public Communicator {
   // of them.
   absl::Status Settled(const absl::Status& status) {
     if (status.ok()) {
-      world_->Launched(*end_);
+      world_->AwaitLocalRanks(*end_);
     } else {
       world_->Fail(status);
     }
@@ -1104,8 +1104,8 @@ absl::StatusOr<std::vector<std::unique_ptr<ProcessGroup>>> CreateNcclRanks(
   (void)setenv("NCCL_RUNTIME_CONNECT", "0", /*overwrite=*/0);
 
   const int size = hosts[0]->world_size();
-  // Each peer that is sent to takes memory for each of up to 32 channels, half a GB in all, for
-  // each communicator; with several peers fewer fill the links, too.
+  // Each peer that is sent to is reported to take half a GB with 32 channels, for each
+  // communicator. With several peers, 8 channels to each are 24 and more at work.
   if (size > 3) (void)setenv("NCCL_MAX_P2P_NCHANNELS", "8", /*overwrite=*/0);
   auto world = std::make_shared<World>(size, options.timeout);
   std::vector<std::unique_ptr<ProcessGroup>> groups;

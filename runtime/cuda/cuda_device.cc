@@ -21,9 +21,9 @@ constexpr int kOldestMajor = 8;
 
 // Of a GPU's memory, what a rank may take beside its plan: cuBLAS' workspaces for the model, for
 // the optimizer and for measuring, kernels that are loaded when they are first run, and NCCL's
-// buffers. These are reported to take 1 GiB for a communicator of 8 GPUs and, with the channels
-// that CreateNcclRanks leaves it, an eighth for each peer, and a run has up to five. Small GPUs
-// have fewer peers and links, and less is kept.
+// buffers. These are reported to take 1 GiB for a communicator of 8 GPUs, and half a one for each
+// peer that is sent to, of which the channels that CreateNcclRanks leaves are a quarter; a run has
+// up to five communicators. Small GPUs have fewer peers and links, and less is kept.
 int64_t OutsidePlan(int64_t total, int world_size) {
   constexpr int64_t kGiB = int64_t{1} << 30;
   const int64_t peers = std::min(world_size - 1, 7);
@@ -101,8 +101,8 @@ double MedianSeconds(const std::function<absl::Status()>& body, absl::Duration d
 absl::StatusOr<int> CountGpus() {
   // Read when CUDA starts. There are more streams than the 8 connections to a GPU that it takes by
   // itself, and streams of one connection wait for each other. A user's own setting stays.
-  static const int set = setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
-  (void)set;
+  [[maybe_unused]] static const int set =
+      setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", /*overwrite=*/0);
   int driver = 0, runtime = 0, count = 0;
   DIM0_RETURN_IF_ERROR(ToStatus(cudaDriverGetVersion(&driver), "asking for the NVIDIA driver"));
   DIM0_RETURN_IF_ERROR(ToStatus(cudaRuntimeGetVersion(&runtime), "asking for CUDA's version"));

@@ -47,7 +47,8 @@ struct Product {
 bool CanFuseGelu(const Product& product);
 
 // Whether that pays on GPUs of this generation. It is reported to be slower than two kernels on
-// GeForce GPUs, from Ampere's to Blackwell's, and for Ampere's others nobody says otherwise.
+// GeForce GPUs of Ada's and Blackwell's, but not on Hopper's; of the others nothing is known here,
+// and Blackwell's for data centres are taken to be like Hopper's, Ampere's not to be.
 inline bool GeluFusionPays(int compute_capability_major) {
   return compute_capability_major == 9 || compute_capability_major == 10;
 }
